@@ -1,0 +1,68 @@
+"""Simulated environments: what they show, what they accept, how they are hosted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from configs.spec import Name, Spec
+
+
+class CameraSpec(Spec):
+    """One RGB camera, bound by name."""
+
+    name: Name
+    height: int = Field(gt=0, le=1024, description="Rendered height in pixels.")
+    width: int = Field(gt=0, le=1024, description="Rendered width in pixels.")
+
+
+class StatisticsSpec(Spec):
+    """Means and standard deviations of one vector; used alike in training and in serving."""
+
+    mean: tuple[float, ...]
+    std: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        description="Standard deviations; a constant dimension has 0."
+    )
+
+    @model_validator(mode="after")
+    def _same_width(self) -> Self:
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} values and std {len(self.std)}; give one of each a dimension")
+        return self
+
+
+class EnvironmentSpec(Spec):
+    """An environment preset: what a tenant's policy sees and does there."""
+
+    name: Name = Field(description="Name under which workloads ask for this environment.")
+    kind: Literal["gymnasium", "maniskill"] = Field(description="Which adapter hosts it.")
+    id: str = Field(description="Registered id, for instance PushCube-v1.")
+    instruction: str = Field(min_length=1, description="What the robot is told to do.")
+    cameras: tuple[CameraSpec, ...] = Field(min_length=1, description="RGB cameras by name.")
+    state_width: int = Field(gt=0, description="S, width of proprioception (no object poses).")
+    action_width: int = Field(gt=0, description="A, width of one action.")
+    state: StatisticsSpec = Field(description="Statistics that normalise proprioception.")
+    action: StatisticsSpec = Field(description="Statistics that un-normalise the policy's actions.")
+    max_episode_steps: int = Field(gt=0, description="Steps after which an episode is truncated.")
+    control_mode: str | None = Field(default=None, description="ManiSkill control mode; None elsewhere.")
+    light_visuals: bool = Field(
+        default=False, description="Render collision hulls instead of the robot's visual meshes (physics untouched)."
+    )
+    backend: Literal["cpu", "gpu"] = Field(default="cpu", description="Physics and rendering device.")
+    step_timeout_s: float = Field(default=60.0, gt=0, description="A call that takes longer fails its session.")
+
+    @model_validator(mode="after")
+    def _widths(self) -> Self:
+        for field, stats, width in (
+            ("state", self.state, self.state_width),
+            ("action", self.action, self.action_width),
+        ):
+            if len(stats.mean) != width:
+                raise ValueError(
+                    f"{field}.mean has {len(stats.mean)} values but {field}_width is {width}; make them equal"
+                )
+        names = [camera.name for camera in self.cameras]
+        if len(set(names)) != len(names):
+            raise ValueError(f"cameras: got {names}; possible: each name once; rename one")
+        return self

@@ -1,0 +1,53 @@
+"""Deterministic digests: the schema signature of a tenant's interface and the prefix key of a shared forward.
+
+SHA-256 over canonical JSON (sorted keys, no spaces, ASCII, shortest floats): stable across processes, machines
+and Python versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from configs.environment import CameraSpec
+from configs.model import ActionModuleSpec, BaseModelSpec
+
+
+def canonical_json(value: object) -> str:
+    """`value` as the one JSON text that equal values share.
+
+    Raises:
+        ValueError: on NaN or infinity, which have no JSON.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def digest(value: object) -> str:
+    """64 hex digits of SHA-256 over `canonical_json(value)`."""
+    return hashlib.sha256(canonical_json(value).encode("ascii")).hexdigest()
+
+
+def _base_identity(base: BaseModelSpec) -> dict[str, object]:
+    # The device is left out: where a base runs is not part of what a tenant's data must look like.
+    return base.model_dump(mode="json", exclude={"device"})
+
+
+def schema_signature(
+    base: BaseModelSpec, action_module: ActionModuleSpec, cameras: Sequence[CameraSpec], *, light_visuals: bool
+) -> str:
+    """Digest of a tenant's whole model-facing interface: base, tap, module, widths, horizon and cameras."""
+    return digest(
+        {
+            "base_model": _base_identity(base),
+            "action_module": action_module.model_dump(mode="json"),
+            "cameras": sorted((c.model_dump(mode="json") for c in cameras), key=lambda c: str(c["name"])),
+            "light_visuals": light_visuals,
+        }
+    )
+
+
+def prefix_key(base: BaseModelSpec, length: int) -> str:
+    """Digest of what must be equal for requests to share a forward: base, revision, tap, dtype, length bucket."""
+    identity = {k: v for k, v in _base_identity(base).items() if k not in ("length_bucket", "max_length", "max_cameras")}
+    return digest({"base_model": identity, "length": length})

@@ -1,0 +1,96 @@
+"""`WorkloadSpec`: all that a tenant declares of one piece of work."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from configs.algorithm import AlgorithmSpec
+from configs.model import ActionModuleSpec, TrainableSpec
+from configs.spec import Name, Spec
+
+
+class TenantSpec(Spec):
+    """Whose work it is."""
+
+    name: Name = Field(description="The tenant; one policy slot a tenant.")
+
+
+class DataSpec(Spec):
+    """Demonstrations to learn from."""
+
+    dataset: str = Field(
+        min_length=1, description="Name of a dataset of this installation, or absolute path of a LeRobot v3 folder."
+    )
+
+
+class EvaluationSpec(Spec):
+    """Read-only evaluation of the policy on held-out seeds."""
+
+    environment: Name = Field(description="Environment preset to evaluate in.")
+    episodes: int = Field(gt=0, le=1000, description="Episodes, one a seed.")
+    first_seed: int = Field(ge=0, description="Seeds are first_seed … first_seed + episodes − 1; keep them held out.")
+    num_envs: int = Field(default=4, gt=0, description="Environments stepped together.")
+    before: bool = Field(default=True, description="Evaluate the untrained policy too.")
+    blanked: bool = Field(default=False, description="Afterwards evaluate once more with black pictures.")
+    every_jobs: int | None = Field(default=None, gt=0, description="Evaluate after so many completed jobs; None: never.")
+
+
+class LimitsSpec(Spec):
+    """What bounds this workload in the Training Scheduler."""
+
+    priority: int = Field(default=0, ge=-100, le=100, description="Higher is leased first; RL precedes SFT at a tie.")
+    max_in_flight_jobs: int = Field(default=2, gt=0, le=64, description="Jobs reserved and not terminal (prefetch depth).")
+    max_active_rollouts: int = Field(default=1, gt=0, le=16, description="Rollouts of this tenant at one time.")
+
+
+class ResourcesSpec(Spec):
+    """Processes this workload asks for."""
+
+    environment_hosts: int = Field(default=1, gt=0, le=16, description="Simulator processes side by side.")
+
+
+class OutputsSpec(Spec):
+    """What is kept."""
+
+    checkpoint_every_jobs: int = Field(default=1, gt=0, description="Save parameters and optimizer so often.")
+    register_every_jobs: int | None = Field(
+        default=None, gt=0, description="Register an adapter version so often; None: at the end only."
+    )
+    register_adapter: bool = Field(default=True, description="Register the final adapter in MLflow.")
+
+
+class WorkloadSpec(Spec):
+    """One workload: who, on which base model, what is trained, from what, how, and what is kept."""
+
+    tenant: TenantSpec
+    task: Literal["sft", "rl"] = Field(description="Supervised fine-tuning or reinforcement learning.")
+    base_model: Name = Field(description="Base model preset; it must be resident on the platform.")
+    action_module: ActionModuleSpec
+    trainable: TrainableSpec = TrainableSpec()
+    data: DataSpec | None = Field(default=None, description="SFT: the demonstrations. RL: none.")
+    environment: Name | None = Field(default=None, description="RL: environment preset. SFT: none.")
+    algorithm: AlgorithmSpec
+    evaluation: EvaluationSpec | None = None
+    limits: LimitsSpec = LimitsSpec()
+    resources: ResourcesSpec = ResourcesSpec()
+    outputs: OutputsSpec = OutputsSpec()
+
+    @property
+    def policy_key(self) -> str:
+        """`<tenant>.<task>`, the unit of bounds and the registered model's name."""
+        return f"{self.tenant.name}.{self.task}"
+
+    @model_validator(mode="after")
+    def _parts_fit_the_task(self) -> Self:
+        wanted = {"sft": "sft", "rl": "ppo"}[self.task]
+        if self.algorithm.kind != wanted:
+            raise ValueError(
+                f"algorithm.kind: got {self.algorithm.kind!r} for task {self.task!r}; possible: {wanted!r}; change one"
+            )
+        if self.task == "sft" and (self.data is None or self.environment is not None):
+            raise ValueError("data: task 'sft' needs data and takes no environment; set data, remove environment")
+        if self.task == "rl" and (self.environment is None or self.data is not None):
+            raise ValueError("environment: task 'rl' needs environment and takes no data; set environment, remove data")
+        return self

@@ -1,0 +1,105 @@
+"""The few REST calls that the command line and the supervisor make of Prefect.
+
+Plain HTTP on purpose: importing Prefect's client costs about two seconds, which every `joynexus` command would
+pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+
+from configs.errors import ServiceUnavailable, UnknownObject
+
+WORK_POOL = "joynexus"
+OPEN_STATES = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
+TERMINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
+
+
+class PrefectApi:
+    """Prefect's REST interface at `url` (ending in `/api`); use as an async context manager."""
+
+    def __init__(self, url: str, timeout_s: float = 30.0) -> None:
+        self.url = url
+        # Addresses are on this machine or named by the preset: a proxy from the environment is never meant.
+        self._http = httpx.AsyncClient(base_url=url.rstrip("/") + "/", timeout=timeout_s, trust_env=False)
+
+    async def __aenter__(self) -> PrefectApi:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def healthy(self) -> bool:
+        """Whether the health endpoint answers."""
+        try:
+            return (await self._http.get("health", timeout=5)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def _call(self, method: str, path: str, body: Any = None, allow: Iterable[int] = ()) -> Any:
+        try:
+            response = await self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise ServiceUnavailable(
+                f"prefect_api_url: {self.url} does not answer ({type(error).__name__}); "
+                "possible: a running Prefect server; see `joynexus status`"
+            ) from None
+        if response.status_code in allow:
+            return None
+        if response.status_code >= 400:
+            raise ServiceUnavailable(
+                f"prefect: {method} {path} was answered {response.status_code}: {response.text[:300]}"
+            )
+        return response.json() if response.content else None
+
+    async def ensure_work_pool(self, name: str = WORK_POOL) -> None:
+        """Create the process work pool; one that exists stays as it is."""
+        await self._call("POST", "work_pools/", {"name": name, "type": "process"}, allow=(409,))
+
+    async def workers_online(self, pool: str = WORK_POOL) -> list[str]:
+        """Names of the pool's live workers."""
+        rows = await self._call("POST", f"work_pools/{pool}/workers/filter", {}, allow=(404,))
+        return [row["name"] for row in rows or [] if row["status"] == "ONLINE"]
+
+    async def deployment_id(self, flow: str) -> str:
+        """Id of the deployment `flow/flow`.
+
+        Raises:
+            UnknownObject: if it was not deployed.
+        """
+        found = await self._call("GET", f"deployments/name/{flow}/{flow}", allow=(404,))
+        if found is None:
+            raise UnknownObject(f"deployment: {flow}/{flow} is not on this server; run `prefect deploy --all`")
+        return str(found["id"])
+
+    async def start(self, flow: str, parameters: dict[str, Any], name: str | None = None) -> str:
+        """Start a run of the deployment `flow/flow` now; returns the flow run's id."""
+        body: dict[str, Any] = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+        if name is not None:
+            body["name"] = name
+        deployment = await self.deployment_id(flow)
+        return str((await self._call("POST", f"deployments/{deployment}/create_flow_run", body))["id"])
+
+    async def run(self, flow_run_id: str) -> dict[str, Any]:
+        """One flow run."""
+        return dict(await self._call("GET", f"flow_runs/{flow_run_id}"))
+
+    async def open_runs(self, flow: str | None = None, *, scheduled_by_clock: bool = False) -> list[dict[str, Any]]:
+        """Runs of our work pool that have not ended; those a schedule made for later only where asked."""
+        body: dict[str, Any] = {
+            "work_pools": {"name": {"any_": [WORK_POOL]}},
+            "flow_runs": {"state": {"type": {"any_": list(OPEN_STATES)}}},
+            "limit": 200,
+        }
+        if flow is not None:
+            body["deployments"] = {"name": {"any_": [flow]}}
+        rows = await self._call("POST", "flow_runs/filter", body)
+        return [r for r in rows if scheduled_by_clock or not (r["auto_scheduled"] and r["state_type"] == "SCHEDULED")]
+
+    async def end(self, flow_run_id: str, state: str, message: str) -> None:
+        """Force the run into a terminal state."""
+        body = {"state": {"type": state, "name": state.capitalize(), "message": message}, "force": True}
+        await self._call("POST", f"flow_runs/{flow_run_id}/set_state", body)

@@ -1,0 +1,63 @@
+"""What is expensive and shared: one real platform for the whole test session, in a home of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch, Prefect or MLflow: one thread, no reporting, and never the user's own home.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
+_HOME = Path(tempfile.mkdtemp(prefix="joynexus-test-"))
+os.environ.update(
+    {
+        "JOYNEXUS_HOME": str(_HOME),
+        "PREFECT_HOME": str(_HOME / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+)
+
+from configs.home import Home  # noqa: E402 (after the environment above)
+from configs.platform import PlatformAddresses  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def home() -> Home:
+    """The session's installation."""
+    return Home(_HOME)
+
+
+@pytest.fixture(scope="session")
+def platform(home: Home) -> Iterator[PlatformAddresses]:
+    """A real platform: Prefect server and worker, Dask scheduler and workers, resident services and flows.
+
+    The test process is pointed at it as well, so flows called here report to its server.
+    """
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from joynexus import processes
+
+    addresses = processes.ensure_up(home, progress=lambda line: print(f"platform: {line}"))
+    os.environ.update(addresses.export())
+    try:
+        with temporary_settings({PREFECT_API_URL: addresses.prefect_api_url}):
+            yield addresses
+    finally:
+        processes.down(home)
+        for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+            os.environ.pop(name, None)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remove the home unless something failed; then its logs tell why."""
+    if session.testsfailed == 0:
+        shutil.rmtree(_HOME, ignore_errors=True)
+    else:
+        print(f"\nlogs of the session's platform: {_HOME / 'logs'}")

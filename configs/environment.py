@@ -66,3 +66,23 @@ class EnvironmentSpec(Spec):
         if len(set(names)) != len(names):
             raise ValueError(f"cameras: got {names}; possible: each name once; rename one")
         return self
+
+
+class SessionRequest(Spec):
+    """What a caller asks the environment service for: environments of one preset, spread over hosts."""
+
+    environment: EnvironmentSpec
+    num_envs: int = Field(gt=0, le=4096, description="B, environments of the session.")
+    hosts: int = Field(default=1, gt=0, description="Simulator processes side by side that share the environments.")
+    tenant_id: Name = Field(description="Whose session it is.")
+    images: bool = Field(default=True, description="False: nothing is rendered and observations have no pictures.")
+    request_id: str = Field(min_length=1, max_length=200, description="A repeated id opens nothing new.")
+    wait_s: float = Field(default=300.0, ge=0, description="Longest wait for hosts that others use.")
+
+    @model_validator(mode="after")
+    def _an_environment_a_host(self) -> Self:
+        if self.hosts > self.num_envs:
+            raise ValueError(
+                f"hosts: got {self.hosts}; possible: up to num_envs, which is {self.num_envs}; ask for fewer hosts"
+            )
+        return self

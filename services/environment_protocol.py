@@ -1,0 +1,233 @@
+"""The protocol between an environment host and those who drive it: msgpack frames over a local socket.
+
+Frame: 4 bytes, the body's length (unsigned, big-endian), then the body in msgpack. Arrays are msgpack extension 1:
+`[dtype string, shape]` in msgpack, then the raw bytes in C order. Nothing is pickled, a body is at most
+`MAX_BODY_BYTES`, and only plain number types are taken, so that a tenant's own simulator can be at the other end.
+
+Request  `{"id": int, "op": str, "token": str | None, **fields}`; reply `{"id": int, "result": …}` or
+`{"id": int, "error": {"type": NAME, "message": one line}}`, NAME being a class of `configs.errors`.
+
+First the *core* (encode, decode, one frame each way), then `HostClient`, which adds connecting, matching of ids,
+time-outs and errors. A client that timed out is broken for good: its stream could still carry the late reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from configs import errors
+from configs.errors import EnvironmentFault, JoyNexusError
+
+MAX_BODY_BYTES = 256 * 1024 * 1024
+_HEADER = struct.Struct(">I")
+_ARRAY = 1
+_KINDS = "biuf"
+
+
+class ProtocolError(ValueError):
+    """A frame that is too long, torn or not of this protocol; the connection cannot be used any further."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One frame.
+
+    Raises:
+        ProtocolError: if the body is longer than `MAX_BODY_BYTES` or holds a type that does not travel.
+    """
+    try:
+        body = msgpack.packb(message, default=_pack_array)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"message: {error}") from None
+    if len(body) > MAX_BODY_BYTES:
+        raise ProtocolError(f"message: got {len(body)} bytes; possible: up to {MAX_BODY_BYTES}; send it in parts")
+    return _HEADER.pack(len(body)) + body
+
+
+def decode(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The message of one body; its arrays are writable and own their memory.
+
+    Raises:
+        ProtocolError: if it is not a msgpack map of plain values and arrays.
+    """
+    try:
+        message = msgpack.unpackb(body, ext_hook=_unpack_array, strict_map_key=True, max_ext_len=MAX_BODY_BYTES)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"frame: not a message ({error})") from None
+    if not isinstance(message, dict):
+        raise ProtocolError(f"frame: got {type(message).__name__}; possible: a map")
+    return message
+
+
+def body_length(header: bytes | bytearray) -> int:
+    """Length that a header announces, checked before anything is allocated for it."""
+    (length,) = _HEADER.unpack(header)
+    if length > MAX_BODY_BYTES:
+        raise ProtocolError(f"frame: announces {length} bytes; possible: up to {MAX_BODY_BYTES}")
+    return int(length)
+
+
+def _pack_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in _KINDS:
+            raise TypeError(f"array of {value.dtype} does not travel; use bool, integers or floats")
+        head = msgpack.packb([value.dtype.newbyteorder("<").str, list(value.shape)])
+        return msgpack.ExtType(_ARRAY, head + value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+def _unpack_array(code: int, data: bytes) -> np.ndarray:
+    if code != _ARRAY:
+        raise ValueError(f"unknown extension {code}")
+    unpacker = msgpack.Unpacker(max_buffer_size=0)
+    unpacker.feed(data[:512])  # the head is short: a dtype and at most 32 sizes
+    dtype_name, shape = unpacker.unpack()
+    dtype = np.dtype(dtype_name)
+    if dtype.kind not in _KINDS or any(size < 0 for size in shape):
+        raise ValueError(f"array of {dtype_name} and shape {shape} does not travel")
+    return np.frombuffer(data, dtype, offset=unpacker.tell()).reshape(shape).copy()
+
+
+def send_frame(sock: socket.socket, message: dict[str, Any]) -> None:
+    """Blocking send of one frame."""
+    sock.sendall(encode(message))
+
+
+def receive_frame(sock: socket.socket) -> dict[str, Any] | None:
+    """Blocking receipt of one message; None where the other side closed between two frames."""
+    header = _receive_exactly(sock, _HEADER.size)
+    if header is None:
+        return None
+    body = _receive_exactly(sock, body_length(header))
+    if body is None:
+        raise ProtocolError("frame: the connection ended inside it")
+    return decode(body)
+
+
+def _receive_exactly(sock: socket.socket, length: int) -> bytearray | None:
+    buffer = bytearray(length)
+    view, got = memoryview(buffer), 0
+    while got < length:
+        count = sock.recv_into(view[got:])
+        if count == 0:
+            if got == 0:
+                return None
+            raise ProtocolError("frame: the connection ended inside it")
+        got += count
+    return buffer
+
+
+def error_reply(request_id: int, error: JoyNexusError) -> dict[str, Any]:
+    """The reply that carries an error of ours by name."""
+    return {"id": request_id, "error": {"type": type(error).__name__, "message": str(error)}}
+
+
+class HostClient:
+    """Drives one host from an event loop; calls are made one after another.
+
+    Args:
+        address: path of the host's socket, or a connected socket.
+        token: what the session's opener was given; None on the owner's control socket.
+        name: how messages call the host.
+    """
+
+    def __init__(self, address: str | socket.socket, *, token: str | None = None, name: str = "host") -> None:
+        self._address = address
+        self._token = token
+        self._name = name
+        self._socket: socket.socket | None = None
+        self._broken: str | None = None
+        self._next_id = 0
+        self._lock = asyncio.Lock()
+
+    @property
+    def broken(self) -> str | None:
+        """Why this client cannot be used any more, or None."""
+        return self._broken
+
+    async def call(self, op: str, timeout_s: float, **fields: Any) -> Any:
+        """The result of one operation.
+
+        Raises:
+            EnvironmentFault: the host did not answer in `timeout_s`, closed the connection, broke the protocol, or
+                its simulator failed. After the first three the client stays broken.
+            JoyNexusError: another refusal of the host, by its own class; the client stays usable.
+        """
+        async with self._lock:
+            if self._broken is not None:
+                raise EnvironmentFault(self._broken)
+            self._next_id += 1
+            request = {"id": self._next_id, "op": op, "token": self._token, **fields}
+            try:
+                frame = encode(request)
+            except ProtocolError as error:
+                raise errors.TenantFault(f"{self._name}: {op}: {error}") from None
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply = await self._exchange(frame)
+            except TimeoutError:
+                raise self._break(f"{op} did not return within {timeout_s:g} s") from None
+            except (OSError, ProtocolError) as error:
+                raise self._break(f"{op} failed ({error or type(error).__name__})") from None
+            except BaseException:
+                # Cancelled half-way: the reply may still come, so the stream is of no use any more.
+                self._break(f"{op} was cancelled")
+                raise
+            if reply.get("id") != self._next_id:
+                raise self._break(f"{op} got the reply to request {reply.get('id')} instead of {self._next_id}")
+        if "error" in reply:
+            raise _error_from(reply["error"])
+        return reply["result"]
+
+    async def _exchange(self, frame: bytes) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        if self._socket is None:
+            if isinstance(self._address, str):
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._socket.setblocking(False)
+                await loop.sock_connect(self._socket, self._address)
+            else:
+                self._socket = self._address
+                self._socket.setblocking(False)
+        await loop.sock_sendall(self._socket, frame)
+        header = await self._exactly(loop, self._socket, _HEADER.size)
+        return decode(await self._exactly(loop, self._socket, body_length(header)))
+
+    @staticmethod
+    async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, length: int) -> bytearray:
+        buffer = bytearray(length)
+        view, got = memoryview(buffer), 0
+        while got < length:
+            count = await loop.sock_recv_into(sock, view[got:])
+            if count == 0:
+                raise ProtocolError("the host closed the connection")
+            got += count
+        return buffer
+
+    def _break(self, reason: str) -> EnvironmentFault:
+        if self._broken is None:
+            self._broken = f"{self._name}: {reason}; its session ends; open a new one"
+        self.close()
+        return EnvironmentFault(self._broken)
+
+    def close(self) -> None:
+        """Close the connection; harmless if repeated."""
+        if self._broken is None:
+            self._broken = f"{self._name}: the client was closed; open a new session"
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _error_from(error: dict[str, Any]) -> JoyNexusError:
+    cls = getattr(errors, str(error.get("type")), None)
+    if not (isinstance(cls, type) and issubclass(cls, JoyNexusError)):
+        cls = EnvironmentFault
+    return cls(str(error.get("message")))

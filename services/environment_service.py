@@ -1,0 +1,340 @@
+"""The EnvironmentService actor: sessions of simulated environments over hosts in child processes.
+
+A session belongs to one tenant and has B environments, spread over one or more hosts of its own. A call that is not
+answered in the environment's `step_timeout_s`, or a simulator that fails, ends *that* session: its host is killed and
+replaced, all others go on. Whoever steps often drives the hosts directly (`SessionClient.direct(opened)`) and tells
+faults to `report_fault`; the service stays the owner of the processes.
+
+A session nobody uses for `session_ttl_s`, and to which no direct connection is open, is closed: its client is dead.
+
+Methods are async and run on the worker's event loop; simulators compute in their own processes. This module
+imports no torch: flow processes import it to unpickle the actor's handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from configs import presets
+from configs.environment import SessionRequest
+from configs.errors import Conflict, EnvironmentFault, UnknownObject, refusal
+from configs.signature import canonical_json, digest
+from configs.spec import parse
+from services.environment_client import SessionClient
+from services.environment_pool import HostPool, HostProcess
+from services.environments import renderer
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 1000
+"""Ended sessions whose end can still be told."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Session:
+    """An open session. `hosts[i]` runs the environments that `opened["hosts"][i]` names."""
+
+    request: SessionRequest
+    opened: dict[str, Any]
+    hosts: list[HostProcess]
+    client: SessionClient
+    key: str
+    configurations: list[dict[str, Any]]
+    last_use: float
+    calls: int = 0
+    active: int = 0
+
+
+class EnvironmentService:
+    """Sessions with reset, step, batch_step and close.
+
+    Args:
+        max_hosts: simulator processes at one time; further sessions queue.
+        max_idle_hosts: warm hosts kept for later sessions.
+        sessions_per_host: sessions after which a host process is replaced.
+        start_timeout_s: longest start of a host.
+        session_ttl_s: a session unused for so long is closed.
+    """
+
+    def __init__(
+        self,
+        max_hosts: int,
+        *,
+        max_idle_hosts: int = 4,
+        sessions_per_host: int = 30,
+        start_timeout_s: float = 300.0,
+        session_ttl_s: float = 1800.0,
+    ) -> None:
+        self._pool = HostPool(
+            max_hosts,
+            max_idle=max_idle_hosts,
+            sessions_per_host=sessions_per_host,
+            start_timeout_s=start_timeout_s,
+        )
+        self._session_ttl_s = session_ttl_s
+        self._sessions: dict[str, _Session] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()  # session_id: why it ended, the newest last
+        # request_id: (digest of the request, the opening); kept until the session has ended and is forgotten
+        self._requests: dict[str, tuple[str, asyncio.Task[dict[str, Any]]]] = {}
+        self._opening: dict[str, SessionRequest] = {}
+        self._reaper: asyncio.Task[None] | None = None
+
+    async def open(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Open a session; queue while others use the hosts.
+
+        Args:
+            request: a `SessionRequest` as plain data. The same `request_id` gives the same session.
+
+        Returns:
+            `session_id`, `tenant_id`, `token` and `hosts` (`address`, `start`, `stop` of its environments) for
+            direct connections, `num_envs`, `images`, `instruction`, `cameras`, `state_width`, `action_width`,
+            `action_low`, `action_high`, `max_episode_steps`, `step_timeout_s`, `versions`.
+
+        Raises:
+            SpecError: the request or the environment's declaration is wrong.
+            AdmissionRefused: too many hosts, or none came free within `wait_s`.
+            Conflict: the `request_id` was used with other contents, or its session has ended.
+        """
+        wanted = parse(SessionRequest, request, where="session")
+        contents = digest(wanted.model_dump(mode="json"))
+        known = self._requests.get(wanted.request_id)
+        if known is None:
+            task = asyncio.get_running_loop().create_task(self._open(wanted))
+            self._requests[wanted.request_id] = (contents, task)
+        else:
+            if known[0] != contents:
+                raise Conflict(
+                    refusal("request_id", wanted.request_id, "the same contents as before", "use a new request_id")
+                )
+            task = known[1]
+        try:
+            # Shielded: the opening goes on although one of those who wait for it is gone.
+            opened = await asyncio.shield(task)
+        except Exception:
+            # A refused opening may be asked for again under the same id.
+            if task.done() and self._requests.get(wanted.request_id) == (contents, task):
+                del self._requests[wanted.request_id]
+            raise
+        if opened["session_id"] in self._ended:
+            raise Conflict(
+                f"request_id: {wanted.request_id!r} opened {opened['session_id']}, which has ended "
+                f"({self._ended[opened['session_id']]}); use a new request_id"
+            )
+        return opened
+
+    async def _open(self, request: SessionRequest) -> dict[str, Any]:
+        spec = request.environment.model_dump(mode="json")
+        key = canonical_json({"spec": spec, "images": request.images})
+        session_id = f"env-{secrets.token_hex(6)}"
+        token = secrets.token_hex(16)
+        edges = [request.num_envs * i // request.hosts for i in range(request.hosts + 1)]
+        parts = list(zip(edges[:-1], edges[1:], strict=True))
+        configurations = [
+            {"spec": spec, "num_envs": stop - start, "images": request.images, "session_token": token}
+            for start, stop in parts
+        ]
+        self._opening[session_id] = request
+        try:
+            hosts, replies = await self._pool.acquire(key, configurations, wait_s=request.wait_s)
+        finally:
+            del self._opening[session_id]
+        opened = {
+            "session_id": session_id,
+            "tenant_id": request.tenant_id,
+            "token": token,
+            "hosts": [
+                {"address": host.address, "start": start, "stop": stop}
+                for host, (start, stop) in zip(hosts, parts, strict=True)
+            ],
+            "num_envs": request.num_envs,
+            "images": request.images,
+            **{name: spec[name] for name in ("instruction", "cameras", "state_width", "action_width")},
+            **{name: spec[name] for name in ("max_episode_steps", "step_timeout_s")},
+            **replies[0],
+        }
+        client = SessionClient(opened, [host.control for host in hosts])
+        self._sessions[session_id] = _Session(
+            request, opened, hosts, client, key, configurations, last_use=time.monotonic()
+        )
+        if self._reaper is None or self._reaper.done():
+            self._reaper = asyncio.get_running_loop().create_task(self._reap())
+        return opened
+
+    async def reset(self, session_id: str, seeds: list[int | None]) -> dict[str, Any]:
+        """Start an episode in each environment by its seed; see `SessionClient.reset`."""
+        return await self._call(session_id, lambda client: client.reset(seeds))
+
+    async def batch_step(self, session_id: str, actions: np.ndarray, next_seeds: list[int | None]) -> dict[str, Any]:
+        """Execute a chunk float32 [B, H, A] of environment units; see `SessionClient.batch_step`."""
+        return await self._call(session_id, lambda client: client.batch_step(actions, next_seeds))
+
+    async def step(self, session_id: str, actions: np.ndarray, next_seeds: list[int | None]) -> dict[str, Any]:
+        """Execute one action float32 [B, A] each; see `SessionClient.batch_step`."""
+        return await self._call(session_id, lambda client: client.step(actions, next_seeds))
+
+    async def scene_positions(self, session_id: str) -> dict[str, np.ndarray]:
+        """Privileged positions; see `SessionClient.scene_positions`."""
+        return await self._call(session_id, lambda client: client.scene_positions())
+
+    async def expert_episodes(self, session_id: str, seeds: list[int], noise: float) -> list[dict[str, Any]]:
+        """Demonstrations of the scripted expert; see `SessionClient.expert_episodes`."""
+        return await self._call(session_id, lambda client: client.expert_episodes(seeds, noise))
+
+    async def report_fault(self, session_id: str, reason: str) -> None:
+        """End a session whose direct client met a fault: its hosts are replaced. Harmless if repeated."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            await self._fail(session_id, session, reason)
+        elif session_id not in self._ended:
+            raise self._unknown(session_id)
+
+    async def close(self, session_id: str) -> None:
+        """Close a session; its hosts stay warm for the next. Harmless if repeated.
+
+        Raises:
+            UnknownObject: no such session was ever here.
+        """
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            if session_id not in self._ended:
+                raise self._unknown(session_id)
+            return
+        self._end(session_id, "closed")
+        # A host in the middle of a call is not waited for: its next user would have to.
+        await asyncio.gather(*(self._pool.release(host, healthy=session.active == 0) for host in session.hosts))
+
+    async def close_tenant(self, tenant_id: str) -> list[str]:
+        """Close all sessions of a tenant; their ids."""
+        mine = [name for name, session in self._sessions.items() if session.request.tenant_id == tenant_id]
+        await asyncio.gather(*(self.close(name) for name in mine))
+        return mine
+
+    async def sessions(self) -> list[dict[str, Any]]:
+        """Open and waiting sessions: whose, of what, on which processes, how much used; why it waits."""
+        now = time.monotonic()
+        usage = self._pool.usage()
+        rows = [
+            {
+                "session_id": name,
+                "tenant_id": session.request.tenant_id,
+                "environment": session.request.environment.name,
+                "num_envs": session.request.num_envs,
+                "state": "open",
+                "pids": [host.pid for host in session.hosts],
+                "calls": session.calls,
+                "idle_s": round(now - session.last_use, 3),
+                "reason": None,
+            }
+            for name, session in self._sessions.items()
+        ]
+        rows += [
+            {
+                "session_id": name,
+                "tenant_id": request.tenant_id,
+                "environment": request.environment.name,
+                "num_envs": request.num_envs,
+                "state": "opening",
+                "pids": [],
+                "calls": 0,
+                "idle_s": 0.0,
+                "reason": f"needs {request.hosts} hosts; {usage['in_use']} of {usage['max']} are in use or starting",
+            }
+            for name, request in self._opening.items()
+        ]
+        return rows
+
+    async def capabilities(self) -> dict[str, Any]:
+        """What can be hosted here: `environments` (presets), `kinds` (None, or why that kind cannot run), `hosts`."""
+        return {
+            "environments": presets.names("environments"),
+            "kinds": {"gymnasium": None, "maniskill": renderer.check()},
+            "hosts": self._pool.usage(),
+        }
+
+    async def shutdown(self) -> None:
+        """End every session and host."""
+        if self._reaper is not None:
+            self._reaper.cancel()
+        for session_id in list(self._sessions):
+            del self._sessions[session_id]
+            self._end(session_id, "the service was shut down")
+        await self._pool.close()
+
+    async def _call(self, session_id: str, call: Callable[[SessionClient], Awaitable[T]]) -> T:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise self._unknown(session_id)
+        session.calls += 1
+        session.active += 1
+        try:
+            return await call(session.client)
+        except EnvironmentFault as error:
+            await self._fail(session_id, session, str(error))
+            raise
+        finally:
+            session.active -= 1
+            session.last_use = time.monotonic()
+
+    async def _fail(self, session_id: str, session: _Session, reason: str) -> None:
+        if self._sessions.pop(session_id, None) is None:
+            return
+        self._end(session_id, f"failed: {reason}")
+        for host in session.hosts:
+            logger.warning(
+                "session %s of %s failed: %s; host %d (pid %d) is replaced; it last wrote:\n%s",
+                *(session_id, session.request.tenant_id, reason, host.number, host.pid, host.log_tail()),
+            )
+        # All of its hosts: the others may be in the middle of the same step.
+        await asyncio.gather(*(self._pool.release(host, healthy=False) for host in session.hosts))
+        for configuration in session.configurations:
+            # Its token is never given out: the replacement belongs to nobody until it is configured again.
+            self._pool.replace(session.key, {**configuration, "session_token": secrets.token_hex(16)})
+
+    def _end(self, session_id: str, reason: str) -> None:
+        self._ended[session_id] = reason
+        while len(self._ended) > _REMEMBERED:
+            forgotten, _ = self._ended.popitem(last=False)
+            for request_id, (_, task) in list(self._requests.items()):
+                if task.done() and not task.exception() and task.result()["session_id"] == forgotten:
+                    del self._requests[request_id]
+
+    def _unknown(self, session_id: str) -> UnknownObject | EnvironmentFault:
+        if session_id in self._ended:
+            reason = self._ended[session_id]
+            if reason.startswith("failed"):
+                return EnvironmentFault(f"session_id: {session_id} {reason}")
+            return UnknownObject(f"session_id: {session_id} was {reason}; open a new one")
+        known = ", ".join(sorted(self._sessions)) or "none"
+        return UnknownObject(refusal("session_id", session_id, known, "open one first"))
+
+    async def _reap(self) -> None:
+        """Close sessions whose client is dead."""
+        while True:
+            await asyncio.sleep(self._session_ttl_s / 4)
+            for session_id, session in list(self._sessions.items()):
+                if time.monotonic() - session.last_use < self._session_ttl_s or session.active:
+                    continue
+                try:
+                    seen = await asyncio.gather(*(host.control.call("ping", 60.0) for host in session.hosts))
+                except EnvironmentFault as error:
+                    await self._fail(session_id, session, str(error))
+                    continue
+                # Direct calls pass the service by; the hosts know of them.
+                if any(s["connections"] or s["idle_s"] < self._session_ttl_s for s in seen):
+                    continue
+                logger.warning("session %s of %s expired", session_id, session.request.tenant_id)
+                if session_id in self._sessions:
+                    del self._sessions[session_id]
+                    self._end(session_id, f"closed: unused for {self._session_ttl_s:g} s")
+                    await asyncio.gather(*(self._pool.release(host, healthy=True) for host in session.hosts))

@@ -1,0 +1,84 @@
+"""What every simulator looks like to an environment host: several environments addressed by index.
+
+An adapter steps, resets and renders; which environments are active, early ends of chunks, automatic resets and
+final observations are the business of `services.environments.batch`, once for all simulators.
+
+Legend: n selected environments, A action width, S state width.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from configs.errors import SpecError, refusal
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What one step of n environments gave; arrays have shape [n]."""
+
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray
+
+
+class Adapter(Protocol):
+    """Environments of one kind in this process. All returned arrays are copies: later calls do not change them."""
+
+    action_low: np.ndarray
+    """float32 [A]; actions are clipped to the bounds by the caller."""
+    action_high: np.ndarray
+    versions: dict[str, str]
+    """Package versions that the simulation depends on."""
+
+    def resize(self, num_envs: int) -> None:
+        """Hold environments 0 … num_envs-1; those that exist are kept."""
+
+    def reset(self, indices: Sequence[int], seeds: Sequence[int]) -> None:
+        """Start an episode in each; its initial state is a function of its seed alone."""
+
+    def step(self, indices: Sequence[int], actions: np.ndarray) -> StepResult:
+        """Apply actions float32 [n, A], one a listed environment; the others stay as they are or are not used again
+        before their next reset."""
+
+    def proprioception(self, indices: Sequence[int]) -> np.ndarray:
+        """float32 [n, S], no object poses."""
+
+    def render(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """uint8 [n, h, w, 3] of each declared camera."""
+
+    def instructions(self, indices: Sequence[int]) -> list[str]:
+        """What each environment's robot is told now."""
+
+    def scene_positions(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """Privileged positions: `object`, `goal`, `gripper`, each float32 [n, 3]."""
+
+    def expert_action(self, index: int, memory: dict[str, Any]) -> np.ndarray:
+        """The scripted expert's action float32 [A] now; `memory` is empty at the start of an episode."""
+
+    def close(self) -> None:
+        """Release the simulator."""
+
+
+_MODULES = {"gymnasium": "gymnasium_adapter:GymnasiumAdapter", "maniskill": "maniskill:make_adapter"}
+
+
+def make_adapter(spec: Mapping[str, Any], num_envs: int) -> Adapter:
+    """The adapter for `spec` (an `EnvironmentSpec` as plain data) with environments 0 … num_envs-1.
+
+    Raises:
+        SpecError: if the simulator, the id or a width is not what the declaration says.
+    """
+    if spec["kind"] not in _MODULES:
+        raise SpecError(refusal("kind", spec["kind"], ", ".join(sorted(_MODULES)), "choose one"))
+    module, name = _MODULES[spec["kind"]].split(":")
+    # Imported here: a simulator's dependencies are loaded only by hosts that run it.
+    adapter: Adapter = getattr(importlib.import_module(f"services.environments.{module}"), name)(spec)
+    adapter.resize(num_envs)
+    return adapter

@@ -1,0 +1,154 @@
+"""Adapter for any registered gymnasium environment, by id (`module:Id` imports the module that registers it).
+
+What is expected of the environment: a Box action space of the declared width, and either
+
+* a dict observation with `proprioception` and an entry a camera (under the camera's name, or `image` if there is
+  but one camera), or
+* a flat Box observation, taken as proprioception; the only camera is then what `render()` gives in `rgb_array` mode.
+
+An environment may offer `draws_each_step` (set to False here) and `render()`, so that frames nobody sees are not
+drawn, and `scene_positions()`. Success is `info["success"]` or `info["is_success"]`; an instruction of its own is
+`info["instruction"]` at reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from configs.errors import EnvironmentFault, SpecError, refusal
+from services.environments import experts, reach
+from services.environments.adapter import StepResult
+
+
+class GymnasiumAdapter:
+    """Separate environments of one id, stepped one after another."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        reach.register()
+        self._spec = spec
+        self._cameras = {c["name"]: (c["height"], c["width"]) for c in spec["cameras"]}
+        self._envs: list[gymnasium.Env[Any, Any]] = []
+        self._observations: list[Any] = []
+        self._told: list[str] = []
+        if spec["backend"] != "cpu":
+            raise SpecError(refusal("backend", spec["backend"], "cpu", "gymnasium environments run on the CPU"))
+        self._envs.append(self._make())
+        self._observations.append(None)
+        self._told.append(spec["instruction"])
+        space = self._envs[0].action_space
+        width = spec["action_width"]
+        if not isinstance(space, gymnasium.spaces.Box) or space.shape != (width,):
+            raise SpecError(refusal("action_width", width, f"the action space of {spec['id']}: {space}", "correct it"))
+        self.action_low = space.low.astype(np.float32)
+        self.action_high = space.high.astype(np.float32)
+        self.versions = {"gymnasium": gymnasium.__version__, "numpy": np.__version__}
+
+    def _make(self) -> gymnasium.Env[Any, Any]:
+        try:
+            env = gymnasium.make(
+                self._spec["id"],
+                max_episode_steps=self._spec["max_episode_steps"],
+                disable_env_checker=True,
+                render_mode="rgb_array",
+            )
+        except (gymnasium.error.Error, ModuleNotFoundError) as error:
+            line = " ".join(str(error).split())
+            raise SpecError(
+                refusal("id", self._spec["id"], "a registered gymnasium id", f"correct it ({line})")
+            ) from None
+        if hasattr(env.unwrapped, "draws_each_step"):
+            env.unwrapped.draws_each_step = False  # type: ignore[attr-defined]
+        return env
+
+    def resize(self, num_envs: int) -> None:
+        """Hold environments 0 … num_envs-1."""
+        while len(self._envs) < num_envs:
+            self._envs.append(self._make())
+            self._observations.append(None)
+            self._told.append(self._spec["instruction"])
+        while len(self._envs) > max(num_envs, 1):
+            self._envs.pop().close()
+            self._observations.pop()
+            self._told.pop()
+
+    def reset(self, indices: Sequence[int], seeds: Sequence[int]) -> None:
+        """Start an episode in each, by its seed."""
+        for index, seed in zip(indices, seeds, strict=True):
+            self._observations[index], info = self._envs[index].reset(seed=int(seed))
+            self._told[index] = str(info["instruction"]) if "instruction" in info else self._spec["instruction"]
+
+    def step(self, indices: Sequence[int], actions: np.ndarray) -> StepResult:
+        """Apply actions float32 [n, A]."""
+        n = len(indices)
+        reward = np.zeros(n, np.float32)
+        terminated, truncated, success = np.zeros(n, bool), np.zeros(n, bool), np.zeros(n, bool)
+        for row, index in enumerate(indices):
+            observation, reward[row], terminated[row], truncated[row], info = self._envs[index].step(actions[row])
+            self._observations[index] = observation
+            success[row] = bool(info["success"] if "success" in info else info.get("is_success"))
+        return StepResult(reward, terminated, truncated, success)
+
+    def proprioception(self, indices: Sequence[int]) -> np.ndarray:
+        """float32 [n, S]."""
+        width = self._spec["state_width"]
+        rows = np.empty((len(indices), width), np.float32)
+        for row, index in enumerate(indices):
+            observation = self._observations[index]
+            state = observation["proprioception"] if isinstance(observation, dict) else observation
+            if np.shape(state) != (width,):
+                raise SpecError(refusal("state_width", width, f"the state's shape {np.shape(state)}", "correct it"))
+            rows[row] = state
+        return rows
+
+    def render(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """uint8 [n, h, w, 3] of each declared camera."""
+        images = {name: np.empty((len(indices), h, w, 3), np.uint8) for name, (h, w) in self._cameras.items()}
+        for row, index in enumerate(indices):
+            for name, stack in images.items():
+                image = self._image(index, name)
+                if image.shape != stack.shape[1:]:
+                    raise SpecError(
+                        refusal(f"cameras.{name}", stack.shape[1:], f"the picture's shape {image.shape}", "correct it")
+                    )
+                stack[row] = image
+        return images
+
+    def _image(self, index: int, camera: str) -> np.ndarray:
+        observation = self._observations[index]
+        if isinstance(observation, dict):
+            if camera in observation:
+                return np.asarray(observation[camera])
+            if len(self._cameras) == 1 and "image" in observation:
+                return np.asarray(observation["image"])
+        if len(self._cameras) == 1:
+            image = self._envs[index].render()
+            if isinstance(image, np.ndarray):
+                return image
+        known = sorted(set(observation) - {"proprioception"}) if isinstance(observation, dict) else []
+        raise SpecError(refusal("cameras", camera, ", ".join(known) or "none", "name one that the environment has"))
+
+    def instructions(self, indices: Sequence[int]) -> list[str]:
+        """What each environment's robot is told now."""
+        return [self._told[index] for index in indices]
+
+    def scene_positions(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """Privileged positions, each float32 [n, 3]."""
+        ask = [getattr(self._envs[index].unwrapped, "scene_positions", None) for index in indices]
+        if not all(callable(method) for method in ask):
+            raise EnvironmentFault(f"scene_positions: {self._spec['id']} offers none; add that method to it")
+        rows = [method() for method in ask if method is not None]
+        return {name: np.stack([row[name] for row in rows]) for name in ("object", "goal", "gripper")}
+
+    def expert_action(self, index: int, memory: dict[str, Any]) -> np.ndarray:
+        """The scripted expert's action, float32 [A]."""
+        positions = {k: v[0] for k, v in self.scene_positions([index]).items()}
+        return experts.expert_for(self._spec["id"])(positions, memory)
+
+    def close(self) -> None:
+        """Close all environments."""
+        while self._envs:
+            self._envs.pop().close()

@@ -1,0 +1,143 @@
+"""The `joynexus` command: arguments in, one of the verbs below, an exit code out.
+
+0: done; 1: done, but some workload did not complete; 2: refused, with one line that says why; 130: interrupted.
+Verbs import what they need when they are called; none of them imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from configs.errors import JoyNexusError
+from configs.home import Home
+
+
+def _up(arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus import processes, tables
+
+    processes.ensure_up(home, arguments.cluster, lambda line: print(f"  {line}", flush=True))
+    tables.print_pages(home)
+    return 0
+
+
+def _down(_arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus import processes
+
+    was_up = processes.down(home, lambda line: print(f"  {line}", flush=True))
+    print("down" if was_up else f"nothing runs under {home.root}")
+    return 0
+
+
+def _status(_arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus import tables
+
+    return tables.print_status(home)
+
+
+def _run(arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus.following import run_workloads
+
+    return run_workloads(arguments.specs, home, arguments.cluster)
+
+
+def _jobs(arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus import tables
+
+    return tables.print_jobs(home, arguments.tenant, arguments.story, arguments.limit)
+
+
+def _tenants(_arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus import tables
+
+    return tables.print_tenants(home)
+
+
+def _adapters(_arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus import tables
+
+    return tables.print_adapters(home)
+
+
+def _compile(arguments: argparse.Namespace, home: Home) -> int:
+    import yaml
+
+    from configs import presets
+    from services.admission import admit
+
+    workload = presets.workload_file(arguments.spec)
+    config = admit(workload, home, presets.cluster(arguments.cluster))
+    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
+def _demo(arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus.demo import run_demo
+
+    return run_demo(home, keep=arguments.keep, without_renderer=arguments.without_renderer)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's grammar."""
+    top = argparse.ArgumentParser(
+        prog="joynexus", description="Multi-tenant post-training of vision-language-action models."
+    )
+    top.add_argument("--home", type=Path, help="folder of the installation (default: $JOYNEXUS_HOME or ~/.joynexus)")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, run: Callable[[argparse.Namespace, Home], int], text: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        return made
+
+    def cluster(made: argparse.ArgumentParser) -> None:
+        made.add_argument("--cluster", default="laptop", help="cluster preset (default: laptop)")
+
+    cluster(verb("up", _up, "Start the platform, or find it up already."))
+    verb("down", _down, "End everything of the platform.")
+    verb("status", _status, "Show processes, pages, and why nothing runs.")
+    run = verb("run", _run, "Run workloads and follow them to their end.")
+    run.add_argument("specs", nargs="+", type=Path, metavar="SPEC.yaml", help="workload; several run together")
+    cluster(run)
+    jobs = verb("jobs", _jobs, "List training jobs.")
+    jobs.add_argument("--tenant", help="only this tenant's")
+    jobs.add_argument("--story", metavar="JOB", help="tell all that happened to one job")
+    jobs.add_argument("--limit", type=int, default=50, help="newest jobs shown (default: 50)")
+    verb("tenants", _tenants, "List tenants, their policies and counts of jobs.")
+    verb("adapters", _adapters, "List registered adapters.")
+    compile_ = verb("compile", _compile, "Show the backend configuration that a workload becomes; start nothing.")
+    compile_.add_argument("spec", type=Path, metavar="SPEC.yaml")
+    cluster(compile_)
+    demo = verb("demo", _demo, "Four tenants train together on one base model and are evaluated.")
+    demo.add_argument("--keep", action="store_true", help="leave the Prefect, MLflow and Dask pages up")
+    demo.add_argument(
+        "--without-renderer", action="store_true", help="Reach-v0 in place of the tenants that need a Vulkan device"
+    )
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Returns:
+        The exit code; see the module's docstring.
+    """
+    given = parser().parse_args(arguments)
+    home = Home(given.home.expanduser().resolve()) if given.home else Home.from_environment()
+    try:
+        return int(given.run(given, home))
+    except JoyNexusError as error:
+        print(f"joynexus: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output left, for instance `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Action modules by kind: one dict from the declared literal to the class that is built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from configs.errors import SpecError, refusal
+from configs.model import ActionModuleSpec, BaseModelSpec
+from kernels.action_modules.base import (
+    ActionModule,
+    Decision,
+    Evaluation,
+    export_parameters,
+    load_parameters,
+)
+from kernels.action_modules.oft import OftModule
+
+__all__ = [
+    "MODULES",
+    "ActionModule",
+    "Decision",
+    "Evaluation",
+    "OftModule",
+    "build",
+    "export_parameters",
+    "load_parameters",
+]
+
+MODULES: dict[str, Callable[[ActionModuleSpec, BaseModelSpec, int], ActionModule]] = {
+    "oft": OftModule.build,
+}
+
+
+def build(spec: ActionModuleSpec, base: BaseModelSpec, seed: int) -> ActionModule:
+    """A new module for that base with initial parameters drawn from `seed`.
+
+    Raises:
+        SpecError: if no module of that kind is registered.
+    """
+    if spec.kind not in MODULES:
+        raise SpecError(refusal("action_module.kind", spec.kind, ", ".join(sorted(MODULES)), "choose one"))
+    return MODULES[spec.kind](spec, base, seed)

@@ -1,0 +1,140 @@
+"""OFT-style head: hidden states at the N action tokens → MLP with residual blocks → a chunk of actions.
+
+Source: OpenVLA-OFT's L1-regression head (parallel decoding of a chunk by a residual MLP), with a Gaussian of
+state-independent log-std around it and a value head for RL. Not covered: diffusion or flow heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.errors import TenantFault, refusal
+from configs.model import BaseModelSpec, OftSpec
+from kernels.action_modules.base import ActionModule, Decision, Evaluation, initialise_linear
+from kernels.features import VLAFeature
+
+# A float32 Linear picks its kernel by the number of rows: 1 to 3, and odd remainders, differ in the last bits from
+# the same rows in company. At multiples of 16 all row counts gave the same bits.
+ROW_BLOCK = 16
+
+
+class ResidualBlock(nn.Module):
+    """x + relu(W · norm(x))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, width] to [B, width]."""
+        return x + F.relu(self.linear(self.norm(x)))
+
+
+class ResidualMlp(nn.Module):
+    """Linear → ReLU → residual blocks → norm → linear."""
+
+    def __init__(self, inputs: int, width: int, blocks: int, outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, width)
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.last = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, inputs] to [B, outputs]."""
+        x = F.relu(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.norm(x))
+
+    def initialise(self, generator: torch.Generator, last_scale: float) -> None:
+        """Fill all parameters from `generator`; the last layer's are multiplied by `last_scale`."""
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Linear):
+                initialise_linear(module, generator, last_scale if module is self.last else 1.0)
+
+
+class OftModule(ActionModule):
+    """Policy and value head of one tenant; the two share no trunk, so the value's loss cannot bend the policy.
+
+    Args:
+        spec: widths and where proprioception enters.
+        base_hidden_width: D.
+        num_action_tokens: N.
+        seed: of the initial parameters.
+    """
+
+    def __init__(self, spec: OftSpec, base_hidden_width: int, num_action_tokens: int, seed: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        features = base_hidden_width * num_action_tokens
+        inputs = features + (spec.state_width if spec.proprioception == "head" else 0)
+        # Built without storage and filled from one generator: torch's global random state is neither read nor moved.
+        with torch.device("meta"):
+            self.norm = nn.LayerNorm(features)
+            self.policy = ResidualMlp(inputs, spec.hidden_width, spec.residual_blocks, spec.horizon * spec.action_width)
+            self.value = ResidualMlp(inputs, spec.hidden_width, spec.residual_blocks, 1)
+            self.log_std = nn.Parameter(torch.empty(spec.action_width))
+        self.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.ones_(self.norm.weight)
+        nn.init.zeros_(self.norm.bias)
+        self.policy.initialise(generator, spec.final_layer_scale)
+        self.value.initialise(generator, 1.0)
+        nn.init.constant_(self.log_std, spec.initial_log_std)
+
+    @classmethod
+    def build(cls, spec: OftSpec, base: BaseModelSpec, seed: int) -> OftModule:
+        """The registry's signature."""
+        return cls(spec, base.hidden_width, base.num_action_tokens, seed)
+
+    def mean(self, feature: VLAFeature, proprioception: Tensor | None) -> Tensor:
+        """See `ActionModule`."""
+        return self._chunk(self.policy(self._inputs(feature, proprioception)))
+
+    def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
+        """See `ActionModule`. Rows are padded to blocks, so that their bits do not depend on their number."""
+        with torch.no_grad():
+            inputs, rows = self._inputs(feature, proprioception), feature.rows
+            if padding := -rows % ROW_BLOCK:
+                inputs = torch.cat([inputs, inputs.new_zeros(padding, inputs.shape[1])])
+            mean, value = self._chunk(self.policy(inputs))[:rows], self.value(inputs)[:rows, 0]
+            if generator is None:
+                action = mean
+            else:
+                noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
+                action = mean + noise * self.log_std.exp()
+            return Decision(action, self._log_prob(mean, action), value)
+
+    def evaluate(self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor) -> Evaluation:
+        """See `ActionModule`."""
+        inputs = self._inputs(feature, proprioception)
+        log_prob = self._log_prob(self._chunk(self.policy(inputs)), action)
+        entropy = (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand_as(log_prob)
+        return Evaluation(log_prob, entropy, self.value(inputs)[:, 0])
+
+    def _inputs(self, feature: VLAFeature, proprioception: Tensor | None) -> Tensor:
+        x = self.norm(feature.action_tokens.flatten(1))
+        if self.spec.proprioception != "head":
+            return x
+        expected = (feature.rows, self.spec.state_width)
+        if proprioception is None or tuple(proprioception.shape) != expected:
+            given = None if proprioception is None else tuple(proprioception.shape)
+            raise TenantFault(refusal("proprioception", given, f"shape {expected}", "send the declared state"))
+        return torch.cat([x, proprioception.to(x.dtype)], dim=1)
+
+    def _chunk(self, flat: Tensor) -> Tensor:
+        return flat.unflatten(1, (self.spec.horizon, self.spec.action_width))
+
+    def _log_prob(self, mean: Tensor, action: Tensor) -> Tensor:
+        """[B, H]: log-density of a diagonal Gaussian, summed over A."""
+        scaled = (action - mean) * torch.exp(-self.log_std)
+        return (-0.5 * scaled.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)

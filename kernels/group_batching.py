@@ -1,0 +1,57 @@
+"""Group batching: prefixes of several tenants become one base forward, features go back to their owners.
+
+Source: JoyNexus, section 4.3. Grouping concatenates rows and, in the same order, their images; no row sees another
+one, so a tenant's features equal those of a forward of its own to the bit (float32 on a CPU, same length bucket).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from configs.errors import Conflict, refusal
+from kernels.features import PrefixBatch, VLAFeature
+
+
+def group(prefixes: Sequence[PrefixBatch]) -> tuple[PrefixBatch, list[slice]]:
+    """Concatenate prefixes of one length bucket.
+
+    Args:
+        prefixes: at least one; any number of rows and of cameras each.
+
+    Returns:
+        The grouped batch and, for each prefix in order, its rows in it.
+
+    Raises:
+        Conflict: if there is none or their lengths differ (the prefix key tells them apart).
+    """
+    lengths = sorted({prefix.length for prefix in prefixes})
+    if len(lengths) != 1:
+        raise Conflict(refusal("prefixes", lengths, "prefixes of one length bucket", "group by equal prefix keys"))
+    slices, start = [], 0
+    for prefix in prefixes:
+        slices.append(slice(start, start + prefix.rows))
+        start += prefix.rows
+    if len(prefixes) == 1:
+        return prefixes[0], slices
+    grouped = PrefixBatch(
+        torch.cat([p.input_ids for p in prefixes]),
+        torch.cat([p.position_ids for p in prefixes], dim=1),
+        torch.cat([p.action_index for p in prefixes]),
+        torch.cat([p.pixels for p in prefixes]),
+        tuple(count for p in prefixes for count in p.images_per_row),
+    )
+    return grouped, slices
+
+
+def split(feature: VLAFeature, slices: Sequence[slice]) -> list[VLAFeature]:
+    """Give each request its own rows back, as copies: what one tenant keeps or changes is not another's memory.
+
+    Raises:
+        Conflict: if the slices do not cover the rows exactly once and in order.
+    """
+    edges = [0, *(s.stop for s in slices)]
+    if [s.start for s in slices] != edges[:-1] or edges[-1] != feature.rows:
+        raise Conflict(refusal("slices", slices, f"0 … {feature.rows} without gap or overlap", "pass those of group()"))
+    return [VLAFeature(feature.action_tokens[s].clone()) for s in slices]

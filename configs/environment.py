@@ -49,6 +49,10 @@ class EnvironmentSpec(Spec):
     light_visuals: bool = Field(
         default=False, description="Render collision hulls instead of the robot's visual meshes (physics untouched)."
     )
+    show_goal: bool = Field(
+        default=False,
+        description="Render goal markers that ManiSkill hides from cameras; proprioception does not hold the goal.",
+    )
     backend: Literal["cpu", "gpu"] = Field(default="cpu", description="Physics and rendering device.")
     step_timeout_s: float = Field(default=60.0, gt=0, description="A call that takes longer fails its session.")
 

@@ -173,7 +173,7 @@ class Server:
             # Missing or unexpected fields, or a fault inside the simulator: the log can tell, the tenant need not.
             logger.exception("%s failed", op)
             return error_reply(request_id, EnvironmentFault(f"{op}: {type(error).__name__} in the environment host"))
-        except Exception as error:  # noqa: BLE001 - simulators raise anything; this is the boundary to them
+        except Exception as error:
             logger.exception("%s failed", op)
             line = " ".join(str(error).split())[:300]
             return error_reply(

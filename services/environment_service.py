@@ -14,6 +14,7 @@ imports no torch: flow processes import it to unpickle the actor's handle.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -139,7 +140,7 @@ class EnvironmentService:
         session_id = f"env-{secrets.token_hex(6)}"
         token = secrets.token_hex(16)
         edges = [request.num_envs * i // request.hosts for i in range(request.hosts + 1)]
-        parts = list(zip(edges[:-1], edges[1:], strict=True))
+        parts = list(itertools.pairwise(edges))
         configurations = [
             {"spec": spec, "num_envs": stop - start, "images": request.images, "session_token": token}
             for start, stop in parts

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, GetJsonSchemaHandler
 
 from configs.spec import Spec
 
@@ -35,7 +35,9 @@ class PpoSpec(Spec):
     kind: Literal["ppo"] = "ppo"
     jobs: int = Field(gt=0, description="Rollouts, each one training job (the completion target).")
     num_envs: int = Field(gt=0, description="Environments stepped together.")
-    rollout_steps: int = Field(gt=0, description="Chunks each environment executes a rollout; samples = num_envs × this.")
+    rollout_steps: int = Field(
+        gt=0, description="Chunks each environment executes a rollout; samples = num_envs × this."
+    )
     gamma: float = Field(default=0.99, gt=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     clip_coef: float = Field(default=0.2, gt=0)
@@ -52,7 +54,20 @@ class PpoSpec(Spec):
         default=128, ge=0, description="Jobs whose policy is older than this many microbatch updates are dropped."
     )
     lockstep: bool = Field(default=False, description="Collect only after the previous job ended: bit-reproducible.")
-    seed: int = Field(default=0, ge=0, description="Seeds initial weights, action noise, sample order and environments.")
+    seed: int = Field(
+        default=0, ge=0, description="Seeds initial weights, action noise, sample order and environments."
+    )
 
 
-AlgorithmSpec = Annotated[SftSpec | PpoSpec, Field(discriminator="kind")]
+class _ChoiceInForms:
+    """Prefect's form offers `anyOf` as a choice, but shows `oneOf`, which a discriminator makes, as bare JSON."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = dict(handler(core_schema))
+        schema["anyOf"] = schema.pop("oneOf")
+        schema.pop("discriminator")
+        return schema
+
+
+AlgorithmSpec = Annotated[SftSpec | PpoSpec, Field(discriminator="kind"), _ChoiceInForms]

@@ -18,13 +18,14 @@ an earlier opening is refused. A local disk is assumed; SQLite's locks do not ho
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import orjson
 
 from configs.errors import DataFault, ServiceUnavailable, refusal
 
@@ -56,12 +57,13 @@ _FORGET_CHANGES = "DELETE FROM changes WHERE created_seq IN (SELECT value FROM j
 class Record:
     """One thing to keep, or with `body` None a job to forget (with its changes).
 
-    `key`: the fact's key, the job's `created_seq`, the change's `seq`. `body`: JSON text of an object.
+    `key`: the fact's key, the job's `created_seq`, the change's `seq` (both also stand in their bodies). `body`:
+    plain JSON values; NaN and infinity become null.
     """
 
     kind: Literal["counters", "tenant", "policy", "job", "change"]
     key: int | str
-    body: str | None
+    body: dict[str, Any] | None
 
 
 class Journal:
@@ -93,9 +95,9 @@ class Journal:
             ServiceUnavailable: if the journal was opened again since; nothing is written.
             sqlite3.Error: if the disk is full or fails; nothing is written.
         """
-        facts: dict[tuple[str, int | str], str] = {}
-        jobs: dict[int | str, str | None] = {}
-        changes: list[str] = []
+        facts: dict[tuple[str, int | str], dict[str, Any]] = {}
+        jobs: dict[int | str, dict[str, Any] | None] = {}
+        changes: list[dict[str, Any]] = []
         for record in records:
             if record.kind == "job":
                 jobs[record.key] = record.body
@@ -105,9 +107,9 @@ class Journal:
                 changes.append(record.body)
             else:
                 facts[record.kind, record.key] = record.body
-        gone = [str(key) for key, body in jobs.items() if body is None]
-        groups = (
-            (_WRITE_FACTS, [f"[{json.dumps(kind)},{json.dumps(key)},{body}]" for (kind, key), body in facts.items()]),
+        gone = [key for key, body in jobs.items() if body is None]
+        groups: tuple[tuple[str, list[Any]], ...] = (
+            (_WRITE_FACTS, [(kind, key, body) for (kind, key), body in facts.items()]),
             (_WRITE_JOBS, [body for body in jobs.values() if body is not None]),
             (_WRITE_CHANGES, changes),
             (_FORGET_JOBS, gone),
@@ -118,7 +120,7 @@ class Journal:
             self._check_epoch()
             for statement, rows in groups:
                 if rows:
-                    self._writer.execute(statement, {"rows": f"[{','.join(rows)}]"})
+                    self._writer.execute(statement, {"rows": orjson.dumps(rows).decode()})
             self._writer.execute("COMMIT")
         except BaseException:
             self._writer.execute("ROLLBACK")
@@ -126,21 +128,21 @@ class Journal:
 
     def facts(self, kind: str) -> dict[str, dict[str, Any]]:
         """{key: body} of one kind of `FACTS`."""
-        return {key: json.loads(body) for key, body in self._read("SELECT key, body FROM facts WHERE kind = ?", kind)}
+        return {key: orjson.loads(body) for key, body in self._read("SELECT key, body FROM facts WHERE kind = ?", kind)}
 
     def jobs(self) -> Iterator[dict[str, Any]]:
         """All descriptors in order of creation."""
-        return (json.loads(body) for (body,) in self._read("SELECT body FROM jobs ORDER BY created_seq"))
+        return (orjson.loads(body) for (body,) in self._read("SELECT body FROM jobs ORDER BY created_seq"))
 
     def changes(self, after: int, limit: int) -> list[dict[str, Any]]:
         """The first `limit` changes with `seq` > `after`."""
         rows = self._read("SELECT body FROM changes WHERE seq > ? ORDER BY seq LIMIT ?", after, limit)
-        return [json.loads(body) for (body,) in rows]
+        return [orjson.loads(body) for (body,) in rows]
 
     def story(self, created_seq: int) -> list[dict[str, Any]]:
         """All changes of one job, oldest first."""
         rows = self._read("SELECT body FROM changes WHERE created_seq = ? ORDER BY seq", created_seq)
-        return [json.loads(body) for (body,) in rows]
+        return [orjson.loads(body) for (body,) in rows]
 
     def close(self) -> None:
         """Close the file; what was committed stays."""

@@ -24,42 +24,45 @@ class GroupCommit(Generic[R]):
     a new start from the disk brings the two together.
     """
 
-    def __init__(self, write: Callable[[Sequence[R]], None]) -> None:
-        """Args: write: writes all records of a group or none, and returns when they are durable."""
+    def __init__(self, take: Callable[[], Sequence[R]], write: Callable[[Sequence[R]], None]) -> None:
+        """Nothing is started before the first `touch`.
+
+        Args:
+            take: called on the event loop; hands over what there is to write since its last call.
+            write: called in a thread; writes all of that or none, and returns when it is durable.
+        """
+        self._take = take
         self._write = write
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="group-commit")
-        self._gathering: list[R] = []
-        self._next: asyncio.Future[None] | None = None  # resolved when what is gathering now is on disk
-        self._current: asyncio.Future[None] | None = None  # resolved when what is being written is on disk
-        self._loop_task: asyncio.Task[None] | None = None
+        self._dirty = False  # something was touched since the last `take`
+        self._next: list[asyncio.Future[None]] = []  # who waits for what the next `take` will hand over
+        self._current: list[asyncio.Future[None]] = []  # who waits for what is being written
+        self._task: asyncio.Task[None] | None = None  # writes groups, as long as there are any
         self.failure: str | None = None
 
-    def add(self, records: Sequence[R]) -> None:
-        """Put records into the next group; `durable` waits for them.
+    def touch(self) -> None:
+        """There is something to write.
 
         Raises:
             ServiceUnavailable: after a failed write.
         """
         self.check()
-        if not records:
-            return
-        self._gathering.extend(records)
-        if self._next is None:
-            self._next = asyncio.get_running_loop().create_future()
-        if self._loop_task is None:
-            self._loop_task = asyncio.create_task(self._run())
+        self._dirty = True
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
 
     async def durable(self) -> None:
-        """Return when all that was added so far is on disk.
+        """Return when all that was touched so far is on disk.
 
         Raises:
             ServiceUnavailable: if it could not be written.
         """
         self.check()
-        pending = self._next or self._current
-        if pending is not None:
-            # Shielded: a caller that is cancelled must not cancel the group of the others.
-            await asyncio.shield(pending)
+        if self._task is not None:
+            # A future of its own for each caller: one that is cancelled takes nobody along.
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            (self._next if self._dirty else self._current).append(future)
+            await future
 
     def check(self) -> None:
         """Raise ServiceUnavailable after a failed write."""
@@ -68,29 +71,30 @@ class GroupCommit(Generic[R]):
 
     async def close(self) -> None:
         """Write what is left and end the thread."""
-        if self._loop_task is not None:
-            await self._loop_task
+        if self._task is not None:
+            await self._task
         self._thread.shutdown()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._gathering:
-            group, self._gathering = self._gathering, []
-            self._current, self._next = self._next, None
-            assert self._current is not None
+        while self._dirty:
+            self._dirty = False
+            self._current, self._next = self._next, []
             try:
-                await loop.run_in_executor(self._thread, self._write, group)
+                await loop.run_in_executor(self._thread, self._write, self._take())
             except Exception as error:  # noqa: BLE001 - whatever it is, memory is ahead of the disk now
                 self._fail(error)
                 return
-            self._current.set_result(None)
-            self._current = None
-        self._loop_task = None
+            for future in self._current:
+                if not future.done():
+                    future.set_result(None)
+            self._current = []
+        self._task = None
 
     def _fail(self, error: Exception) -> None:
-        logger.exception("the journal could not be written", exc_info=error)
+        logger.error("the journal could not be written", exc_info=error)
         self.failure = f"journal: could not be written ({error}); start the scheduler again from its journal"
-        for waiting in (self._current, self._next):
-            if waiting is not None:
-                waiting.set_exception(ServiceUnavailable(self.failure))
-                waiting.exception()  # retrieved: nobody may wait for it
+        for future in self._current + self._next:
+            if not future.done():
+                future.set_exception(ServiceUnavailable(self.failure))
+        self._current, self._next = [], []

@@ -148,17 +148,25 @@ class Prune(Event):
 
 @dataclass(frozen=True)
 class Write:
-    """Keep `body` under (kind, key), in place of a former one. A change is new under every key."""
+    """Keep `body` (plain JSON values) under (kind, key), in place of a former one. A change is new under every key."""
 
-    kind: Literal["counters", "tenant", "policy", "job", "change"]
+    kind: Literal["tenant", "policy", "change"]
     key: int | str
     body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """Keep the job as it is now. Carries no body: who writes groups takes the descriptor once a group."""
+
+    job_id: str
 
 
 @dataclass(frozen=True)
 class Forget:
     """Remove the job with this `created_seq`, with its changes."""
 
+    job_id: str
     created_seq: int
 
 
@@ -169,7 +177,7 @@ class Wake:
     topic: str
 
 
-Instruction = Write | Forget | Wake
+Instruction = Write | WriteJob | Forget | Wake
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.errors import Conflict, LeaseLost, SpecError, UnknownObject, refusal
 from services.scheduler_admission import Admission
-from services.scheduler_events import Instruction, Wake, Write
+from services.scheduler_events import Instruction, Wake, Write, WriteJob
 from services.scheduler_queues import StageQueue, TrainingQueue
 from services.scheduler_records import (
     HELD,
@@ -77,7 +77,7 @@ class JobTable:
 
         Args:
             now: seconds since the epoch.
-            counters: the last `counters` record, empty if there is none.
+            counters: `counters` as last written, empty if never.
             tenants: `tenant` records by tenant_id.
             policies: `policy` records by policy_key.
             jobs: `job` records in order of creation.
@@ -284,7 +284,7 @@ class JobTable:
             "holder": holder,
             "metadata": metadata or {},
         }
-        self._out += [Write("job", job.created_seq, job.describe()), Write("change", seq, change)]
+        self._out += (WriteJob(job.job_id), Write("change", seq, change))
 
     def _add(self, job: Job) -> None:
         """Enter a job, new or restored, into everything that is derived from jobs."""

@@ -122,7 +122,8 @@ class Job:
 
     Invariants: `lease_token`, `lease_holder` and `lease_expires_at` are set in all and only the states of `HELD`;
     `ready_seq` is set once, at the first `ready`, and kept by an expired lease; `train_seq` is set at the first
-    lease for training and never changes; `metadata` is replaced, never changed in place (replies share it).
+    lease for training and never changes; `metadata` and `marks` are replaced, never changed in place (replies
+    share them).
     """
 
     job_id: str
@@ -160,7 +161,7 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """The descriptor as plain types; later changes do not reach it."""
-        return {**vars(self), "marks": dict(self.marks)}
+        return vars(self).copy()
 
     @property
     def training_key(self) -> tuple[int, int, int]:

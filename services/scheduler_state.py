@@ -8,13 +8,14 @@ still compute, but its token is refused.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-import json
 from collections.abc import Callable
 from typing import Any, cast
 
+import orjson
+
 from configs.errors import Conflict, JoyNexusError, SpecError, refusal
-from configs.signature import digest
 from configs.spec import parse
 from services.scheduler_admission import TURN_S
 from services.scheduler_events import (
@@ -76,16 +77,14 @@ class SchedulerState(JobTable):
         Returns:
             The reply (plain types) or the error, and what is to be done. A refused event has an error, see `Outcome`.
         """
-        before = tuple(self.counters.values())
         self.now = max(self.now, event.now)
         self._run_out()
         reply, error = None, None
         try:
+            _check_plain(event)
             reply = _HANDLERS[type(event)](self, event)
         except JoyNexusError as refused:
             error = refused
-        if tuple(self.counters.values()) != before:
-            self._out.append(Write("counters", "", dict(self.counters)))
         if self._validating:
             self.validate()
         # Emptied here and not at the start: after an exception of another kind the next event hands over the rest.
@@ -141,7 +140,7 @@ class SchedulerState(JobTable):
         metadata = _checked_metadata(event.metadata)
         # Who asks (flow_run_id) is not part of what is asked: a flow that was restarted repeats its request.
         contents = {**vars(event), "metadata": metadata, "now": None, "flow_run_id": None}
-        contents_digest = digest(contents) if event.request_id is not None else None
+        contents_digest = _digest(contents) if event.request_id is not None else None
         if event.request_id is not None and event.request_id in self.requests:
             job = self.jobs[self.requests[event.request_id]]
             if job.request_digest != contents_digest:
@@ -322,28 +321,38 @@ class SchedulerState(JobTable):
             if policy.generation == job.policy_generation:  # its counts are those of its own generation
                 policy.pruned[job.state] = policy.pruned.get(job.state, 0) + 1
                 touched[policy.key] = policy
-            self._out.append(Forget(job.created_seq))
+            self._out.append(Forget(job.job_id, job.created_seq))
         self._out += [Write("policy", key, policy.body()) for key, policy in touched.items()]
         return pruned
 
 
-def _checked_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """A plain copy of `metadata` as JSON gives it back.
+def _check_plain(event: Event) -> None:
+    """Refuse what could not be written down later, when it would be too late.
 
     Raises:
-        SpecError: if it is not JSON (NaN and infinity are not).
+        SpecError: if a field is not plain JSON (an array's number, a lone surrogate, an integer over 64 bits).
     """
-    if not metadata:
-        return {}
     try:
-        copy = json.loads(json.dumps(metadata, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise SpecError(
-            refusal("metadata", str(error), "JSON values without NaN and infinity", "send numbers, text or null")
-        ) from None
-    if not isinstance(copy, dict):
+        orjson.dumps(vars(event))
+    except TypeError as error:
+        raise SpecError(refusal(type(event).__name__, str(error), "plain JSON values", "convert them")) from None
+
+
+def _checked_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """A copy of `metadata` as the journal gives it back (NaN and infinity become null, tuples lists).
+
+    Raises:
+        SpecError: if it is no mapping.
+    """
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
         raise SpecError(refusal("metadata", type(metadata).__name__, "a mapping", "send one"))
-    return copy
+    return orjson.loads(orjson.dumps(metadata)) if metadata else {}
+
+
+def _digest(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(orjson.dumps(contents, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _checked_lease(lease_s: float) -> None:

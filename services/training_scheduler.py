@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +43,7 @@ from services.scheduler_events import (
     Tick,
     Wake,
     Write,
+    WriteJob,
 )
 from services.scheduler_records import LEASED, READY, STAGES, STATES
 from services.scheduler_snapshot import idle_report, snapshot
@@ -51,7 +52,6 @@ from storage.journal import Journal, Record
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _VERBS: dict[str, Callable[..., Event]] = {}  # {name: what makes its event}, filled by `_verb`
 
 
@@ -87,10 +87,13 @@ class TrainingScheduler:
             policies=self._journal.facts("policy"),
             jobs=self._journal.jobs(),
         )
-        self._commits: GroupCommit[Record] = GroupCommit(self._journal.commit)
+        self._commits: GroupCommit[Record] = GroupCommit(self._take, self._journal.commit)
+        self._records: list[Record] = []  # facts, changes and jobs to forget, since the last group
+        self._moved: set[str] = set()  # ids of jobs that changed since the last group
         self._reads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal-read")
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # {topic: who waits for it}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # runs at the time `_timer_due`
+        self._timer_due = math.inf
 
     # Policies.
 
@@ -386,23 +389,33 @@ class TrainingScheduler:
         return found
 
     def _carry_out(self, instructions: tuple[Instruction, ...]) -> None:
-        records: list[Record] = []
         topics: set[str] = set()
         for instruction in instructions:
             if isinstance(instruction, Write):
-                # Encoded at once: the next event may change the job before the group is written.
-                records.append(Record(instruction.kind, instruction.key, _encode(instruction.body)))
-                if instruction.kind == "change":
-                    topics.add("changes")
+                self._records.append(Record(instruction.kind, instruction.key, instruction.body))
+            elif isinstance(instruction, WriteJob):
+                self._moved.add(instruction.job_id)
+                topics.add("changes")
             elif isinstance(instruction, Wake):
                 topics.add(instruction.topic)
             elif isinstance(instruction, Forget):
-                records.append(Record("job", instruction.created_seq, None))
-        self._commits.add(records)
+                self._moved.discard(instruction.job_id)
+                self._records.append(Record("job", instruction.created_seq, None))
+        if self._records or self._moved:
+            self._commits.touch()
         for topic in topics:
             for waiter in self._waiters.pop(topic, ()):
                 if not waiter.done():
                     waiter.set_result(None)
+
+    def _take(self) -> list[Record]:
+        """A group: what is to be written, as of now. No event happens meanwhile, so it is one consistent state."""
+        records, moved = self._records, self._moved
+        self._records, self._moved = [], set()
+        jobs = map(self._state.jobs.__getitem__, moved)
+        records.extend(Record("job", job.created_seq, job.describe()) for job in jobs)
+        records.append(Record("counters", "", dict(self._state.counters)))
+        return records
 
     async def _until(self, holds: Callable[[], bool], topics: list[str], timeout_s: float) -> bool:
         """Look, and look again whenever a topic is woken, until it `holds` or the time is over."""
@@ -429,18 +442,15 @@ class TrainingScheduler:
     def _set_timer(self) -> None:
         """Have the state look at the clock when its next lease or place runs out."""
         due = self._state.next_deadline()
-        if due is None:
+        if due is None or due >= self._timer_due:
             return
-        loop = asyncio.get_running_loop()
-        when = loop.time() + max(0.0, due - self._now())
         if self._timer is not None:
-            if self._timer.when() <= when:
-                return
             self._timer.cancel()
-        self._timer = loop.call_at(when, self._time_is_up)
+        self._timer_due = due
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._now()), self._time_is_up)
 
     def _time_is_up(self) -> None:
-        self._timer = None
+        self._timer, self._timer_due = None, math.inf
         try:
             self._feed(Tick(self._now()))
         except JoyNexusError as error:

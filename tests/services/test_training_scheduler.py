@@ -152,7 +152,7 @@ def test_concurrent_calls_share_commits(tmp_path: Path) -> None:
         await actor.register_policy(policy("demos", "sft", max_in_flight=1000))
         groups = []
         commit = actor._commits._write
-        actor._commits._write = lambda records: (groups.append(len(records)), commit(records))[1]
+        actor._commits._write = lambda records: (groups.append(records), commit(records))[1]
         await asyncio.gather(*(actor.reserve(**request("demos.sft", f"r{i}")) for i in range(100)))
         assert len(groups) < 10
         assert len(list(actor._journal.jobs())) == 100

@@ -47,7 +47,12 @@ def schema_signature(
     )
 
 
-def prefix_key(base: BaseModelSpec, length: int) -> str:
-    """Digest of what must be equal for requests to share a forward: base, revision, tap, dtype, length bucket."""
-    identity = {k: v for k, v in _base_identity(base).items() if k not in ("length_bucket", "max_length", "max_cameras")}
+def prefix_key(base: BaseModelSpec, length: int | None = None) -> str:
+    """Digest of what must be equal for requests to share a forward: base, revision, tap, dtype, length bucket.
+
+    With `length` None it names the family of forwards; the service adds each request's bucket.
+    """
+    identity = {
+        k: v for k, v in _base_identity(base).items() if k not in ("length_bucket", "max_length", "max_cameras")
+    }
     return digest({"base_model": identity, "length": length})

@@ -34,14 +34,18 @@ class EvaluationSpec(Spec):
     num_envs: int = Field(default=4, gt=0, description="Environments stepped together.")
     before: bool = Field(default=True, description="Evaluate the untrained policy too.")
     blanked: bool = Field(default=False, description="Afterwards evaluate once more with black pictures.")
-    every_jobs: int | None = Field(default=None, gt=0, description="Evaluate after so many completed jobs; None: never.")
+    every_jobs: int | None = Field(
+        default=None, gt=0, description="Evaluate after so many completed jobs; None: never."
+    )
 
 
 class LimitsSpec(Spec):
     """What bounds this workload in the Training Scheduler."""
 
     priority: int = Field(default=0, ge=-100, le=100, description="Higher is leased first; RL precedes SFT at a tie.")
-    max_in_flight_jobs: int = Field(default=2, gt=0, le=64, description="Jobs reserved and not terminal (prefetch depth).")
+    max_in_flight_jobs: int = Field(
+        default=2, gt=0, le=64, description="Jobs reserved and not terminal (prefetch depth)."
+    )
     max_active_rollouts: int = Field(default=1, gt=0, le=16, description="Rollouts of this tenant at one time.")
 
 
@@ -69,6 +73,9 @@ class WorkloadSpec(Spec):
     base_model: Name = Field(description="Base model preset; it must be resident on the platform.")
     action_module: ActionModuleSpec
     trainable: TrainableSpec = TrainableSpec()
+    start: Literal["fresh", "continue"] = Field(
+        default="fresh", description="New weights at version 0, or those that the tenant's slot has."
+    )
     data: DataSpec | None = Field(default=None, description="SFT: the demonstrations. RL: none.")
     environment: Name | None = Field(default=None, description="RL: environment preset. SFT: none.")
     algorithm: AlgorithmSpec

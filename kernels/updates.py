@@ -50,7 +50,9 @@ class Optimizer:
         loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm))
         if not math.isfinite(norm):
-            raise TenantFault(f"gradient: got norm {norm} at step {self.steps}; possible: finite; lower the learning rate")
+            raise TenantFault(
+                f"gradient: got norm {norm} at step {self.steps}; possible: finite; lower the learning rate"
+            )
         for group in self.adam.param_groups:
             group["lr"] = self.learning_rate * self._decay()
         self.adam.step()

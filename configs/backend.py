@@ -1,0 +1,59 @@
+"""The backend configuration that a workload is compiled to: every default resolved, every name looked up."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from configs.algorithm import AlgorithmSpec, PpoSpec
+from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
+from configs.model import ActionModuleSpec, BaseModelSpec
+from configs.spec import Spec
+from configs.workload import EvaluationSpec, LimitsSpec, OutputsSpec, ResourcesSpec
+
+
+class PolicyConfig(Spec):
+    """What a model service needs to hold one tenant's policy: the model-facing interface and its statistics."""
+
+    tenant: str
+    base_model: BaseModelSpec
+    action_module: ActionModuleSpec
+    cameras: tuple[CameraSpec, ...]
+    instruction: str | None = None
+    state: StatisticsSpec
+    action: StatisticsSpec
+    seed: int
+    schema_signature: str
+
+
+class BackendConfig(Spec):
+    """One admitted workload as the services see it."""
+
+    policy_key: str
+    task: Literal["sft", "rl"]
+    domain: Literal["vla"] = "vla"
+    policy: PolicyConfig
+    prefix_key: str
+    algorithm: AlgorithmSpec
+    sample_count: int
+    environment: EnvironmentSpec | None
+    dataset: str | None
+    evaluation: EvaluationSpec | None
+    evaluation_environment: EnvironmentSpec | None
+    limits: LimitsSpec
+    resources: ResourcesSpec
+    outputs: OutputsSpec
+
+    def scheduler_policy(self) -> dict[str, object]:
+        """The bounds that the Training Scheduler keeps for this policy."""
+        lockstep = isinstance(self.algorithm, PpoSpec) and self.algorithm.lockstep
+        return {
+            "policy_key": self.policy_key,
+            "tenant_id": self.policy.tenant,
+            "task_type": self.task,
+            "domain": self.domain,
+            "priority": self.limits.priority,
+            # Lock-step: the next rollout is admitted when the job before has ended, under the version it made.
+            "max_in_flight": 1 if self.task == "rl" and lockstep else self.limits.max_in_flight_jobs,
+            "completion_target": self.algorithm.jobs,
+            "max_active_rollouts": self.limits.max_active_rollouts if self.task == "rl" else None,
+        }

@@ -1,0 +1,47 @@
+"""Parameters of the flows that are not workloads: evaluation on its own, collection, pretraining."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from configs.spec import Name, Spec
+
+
+class EvaluateRequest(Spec):
+    """Evaluate policies without touching them."""
+
+    targets: tuple[str, ...] = Field(
+        min_length=1,
+        description="Serving tenants by name, or adapters as models:/NAME@champion or models:/NAME/VERSION.",
+    )
+    environment: Name = Field(description="Environment preset.")
+    episodes: int = Field(default=20, gt=0, le=1000, description="Episodes, one a seed.")
+    first_seed: int = Field(default=50_000, ge=0, description="First of the consecutive seeds.")
+    num_envs: int = Field(default=4, gt=0, le=64, description="Environments stepped together.")
+    hosts: int = Field(default=1, gt=0, le=8, description="Simulator processes side by side.")
+    blanked: bool = Field(default=False, description="Show the policy black pictures.")
+    rounds: int | None = Field(
+        default=None, gt=0, description="Evaluations in all, taking targets in turn; None: one each."
+    )
+    interval_s: float = Field(default=0.0, ge=0, description="Pause between rounds in seconds.")
+
+
+class CollectRequest(Spec):
+    """Collect demonstrations from the scripted expert."""
+
+    dataset: Name = Field(description="Name of the dataset to write.")
+    environment: Name = Field(default="pushcube", description="Environment preset.")
+    episodes: int = Field(default=150, gt=0, le=100_000, description="Successful episodes to keep.")
+    action_noise: float = Field(default=0.3, ge=0, le=2, description="Std of the noise added to executed actions.")
+    first_seed: int = Field(default=100_000, ge=100_000, description="First of the consecutive seeds.")
+    hosts: int = Field(default=2, gt=0, le=8, description="Simulator processes side by side.")
+    replace: bool = Field(default=False, description="Replace a dataset of this name.")
+
+
+class PretrainRequest(Spec):
+    """Pretrain the tiny base to ground objects, goals and grippers."""
+
+    name: Name = Field(default="tiny-qwen3-vl-repeat", description="Folder under the home's models that is written.")
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(default=2000, gt=0, description="Optimizer steps.")
+    scenes: int = Field(default=6000, gt=0, description="Rendered scenes.")

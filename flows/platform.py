@@ -1,0 +1,41 @@
+"""Flow `platform`: brings the resident services up and stays running while they live."""
+
+from __future__ import annotations
+
+import asyncio
+
+from distributed import Event
+from prefect import flow, get_run_logger
+
+from configs.platform import READY_EVENT
+from services import lookup
+from tasks.connection import platform_connection
+from tasks.services import place_service
+
+_WATCH_EVERY_S = 5.0
+
+
+@flow(name="platform", flow_run_name="platform {cluster}")
+async def platform(cluster: str = "laptop") -> None:
+    """Place every service on its role's worker, say so, and put back what is lost.
+
+    The services outlive this run: ending it takes nothing along.
+    """
+    logger = get_run_logger()
+    async with platform_connection() as connection:
+        if connection.cluster.name != cluster:
+            logger.warning("the platform runs cluster preset %r, not %r", connection.cluster.name, cluster)
+        # The scheduler first, since others look it up; the model services load their bases side by side.
+        await place_service(connection, lookup.SCHEDULER)
+        await asyncio.gather(
+            *(place_service(connection, n) for n in lookup.NAMES if n not in (lookup.SCHEDULER, lookup.MIRROR))
+        )
+        await place_service(connection, lookup.MIRROR)
+        await Event(READY_EVENT, client=connection.client).set()
+        logger.info("all services answer: %s", ", ".join(lookup.NAMES))
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            for name in lookup.NAMES:
+                if await lookup.reachable(name, connection.client) is None:
+                    logger.warning("%s does not answer; placing it again", name)
+                    await place_service(connection, name)

@@ -1,0 +1,72 @@
+"""Flow `rl`: a tenant's reinforcement learning. It produces rollouts; `preprocess` and `train` consume them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow, get_run_logger
+
+from configs.algorithm import PpoSpec
+from configs.errors import EnvironmentFault, SpecError, refusal
+from configs.workload import WorkloadSpec
+from flows.workload import run_workload
+from tasks.connection import Platform
+from tasks.jobs import rollout
+from tasks.tenants import OpenedTenant
+
+_WAIT_S = 30.0
+_FAULTS_IN_A_ROW = 3
+
+
+@flow(name="rl", flow_run_name="rl {workload.tenant.name}")
+async def rl(workload: WorkloadSpec) -> dict[str, Any]:
+    """Train a tenant's policy in its environment, evaluate it and register its adapter."""
+    if workload.task != "rl":
+        raise SpecError(refusal("task", workload.task, "rl", "start the flow `sft` for demonstrations"))
+    return await run_workload(workload, produce_rollouts)
+
+
+async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id: str) -> None:
+    """Reserve, roll out, mark; the next rollout does not wait for training.
+
+    In lock-step mode it does: the policy's in-flight bound is one job then.
+
+    Raises:
+        EnvironmentFault: after three rollouts in a row failed by their environment.
+    """
+    logger = get_run_logger()
+    backend, algorithm = tenant.backend, tenant.backend.algorithm
+    assert isinstance(algorithm, PpoSpec)
+    scheduler, inference = await platform.scheduler(), await platform.inference()
+    number = faults = 0
+    while True:
+        version = await inference.current_version(tenant.name)
+        reply = await scheduler.reserve(
+            request_id=f"{flow_run_id}-{number}",
+            policy_key=backend.policy_key,
+            sample_count=backend.sample_count,
+            behavior_policy_version=version,
+            max_policy_staleness=algorithm.max_policy_staleness,
+            metadata={
+                "schema_signature": backend.policy.schema_signature,
+                "mlflow_run": tenant.mlflow_run,
+                "rollout": number,
+            },
+            producer_role="rollout",
+            consumer_role="actor",
+            flow_run_id=flow_run_id,
+        )
+        if reply["job"] is None:
+            if reply.get("final"):
+                return
+            await scheduler.wait_admission(backend.policy_key, timeout_s=_WAIT_S)
+            continue
+        number += 1
+        try:
+            await rollout(platform, tenant, reply["job"])
+            faults = 0
+        except EnvironmentFault as error:
+            faults += 1
+            logger.warning("rollout %d failed (%d in a row): %s", number, faults, error)
+            if faults >= _FAULTS_IN_A_ROW:
+                raise

@@ -1,0 +1,59 @@
+"""Flow `sft`: a tenant's supervised fine-tuning. It produces demonstration batches; `train` consumes them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from storage.demonstrations import LeRobotDataset
+
+from configs.errors import SpecError, refusal
+from configs.workload import WorkloadSpec
+from flows.workload import run_workload
+from tasks.connection import Platform
+from tasks.jobs import build_sft_batch
+from tasks.tenants import OpenedTenant
+
+_WAIT_S = 30.0
+
+
+@flow(name="sft", flow_run_name="sft {workload.tenant.name}")
+async def sft(workload: WorkloadSpec) -> dict[str, Any]:
+    """Fine-tune a tenant's policy on its demonstrations, evaluate it and register its adapter."""
+    if workload.task != "sft":
+        raise SpecError(refusal("task", workload.task, "sft", "start the flow `rl` for an environment"))
+    return await run_workload(workload, produce_demonstrations)
+
+
+async def produce_demonstrations(platform: Platform, tenant: OpenedTenant, flow_run_id: str) -> None:
+    """Reserve, write the partition, mark ready; prefetch up to the policy's in-flight bound."""
+    backend = tenant.backend
+    assert backend.dataset is not None
+    dataset = await asyncio.to_thread(LeRobotDataset, Path(backend.dataset))
+    scheduler = await platform.scheduler()
+    number = 0
+    while True:
+        reply = await scheduler.reserve(
+            request_id=f"{flow_run_id}-{number}",
+            policy_key=backend.policy_key,
+            sample_count=backend.sample_count,
+            behavior_policy_version=None,
+            max_policy_staleness=None,
+            metadata={
+                "schema_signature": backend.policy.schema_signature,
+                "mlflow_run": tenant.mlflow_run,
+                "batch": number,
+            },
+            producer_role="sft",
+            consumer_role="actor",
+            flow_run_id=flow_run_id,
+        )
+        if reply["job"] is None:
+            if reply.get("final"):
+                return
+            await scheduler.wait_admission(backend.policy_key, timeout_s=_WAIT_S)
+            continue
+        number += 1
+        await build_sft_batch(platform, tenant, dataset, reply["job"])

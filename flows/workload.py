@@ -1,0 +1,127 @@
+"""What the tenant's flows share: open, evaluate, produce until the target is met, evaluate again, register, close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from prefect.runtime import flow_run
+from tasks.adapters import register_adapter
+from tasks.artifacts import publish_workload_report
+
+from configs.errors import JoyNexusError
+from configs.requests import EvaluateRequest
+from configs.workload import WorkloadSpec
+from flows.evaluate import evaluate
+from tasks.connection import Platform, platform_connection
+from tasks.tenants import OpenedTenant, close_workload, open_tenant, write_json
+
+Producer = Callable[[Platform, OpenedTenant, str], Coroutine[Any, Any, None]]
+_WAIT_S = 30.0
+
+
+async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, Any]:
+    """Run one tenant's workload from admission to the registered adapter.
+
+    Returns:
+        The report that also stands in the workload's output folder: jobs by outcome, version, evaluations, adapter.
+
+    Raises:
+        JoyNexusError: if too many jobs failed to reach the completion target; the reason names the last failure.
+    """
+    run_id = str(flow_run.id)
+    async with platform_connection() as platform:
+        tenant = await open_tenant(platform, workload, run_id)
+        ended, reason = "FAILED", "the workload failed"
+        try:
+            report = await _run(platform, tenant, produce, run_id)
+            ended, reason = "FINISHED", "the workload is done"
+        except asyncio.CancelledError:
+            ended, reason = "KILLED", "the workload was cancelled"
+            raise
+        finally:
+            await asyncio.shield(close_workload(platform, tenant, reason, ended))
+        write_json(tenant.folder / "report.json", report)
+        await publish_workload_report(report)
+        return report
+
+
+async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_id: str) -> dict[str, Any]:
+    evaluation, name = tenant.backend.evaluation, tenant.name
+    before = await _evaluate(tenant) if evaluation and evaluation.before else None
+    producing = asyncio.create_task(produce(platform, tenant, run_id))
+    idle = asyncio.create_task(_until_idle(platform, tenant))
+    try:
+        await asyncio.wait({producing, idle}, return_when=asyncio.FIRST_EXCEPTION)
+        for done in (producing, idle):
+            if done.done():
+                done.result()
+        counts = await idle
+    finally:
+        producing.cancel()
+        idle.cancel()
+        await asyncio.gather(producing, idle, return_exceptions=True)
+    training = await platform.training()
+    version = await training.publish(name)
+    after = await _evaluate(tenant) if evaluation else None
+    blanked = await _evaluate(tenant, blanked=True) if evaluation and evaluation.blanked else None
+    adapter = None
+    if tenant.backend.outputs.register_adapter:
+        adapter = await register_adapter(platform, tenant, run_id, after)
+    return {
+        "tenant": name,
+        "task": tenant.backend.task,
+        "environment": (tenant.backend.environment or tenant.backend.evaluation_environment or _Nothing).name,
+        "jobs": {state: counts.get(state, 0) for state in ("completed", "failed", "dropped")},
+        "policy_version": version,
+        "success_before": before and before["success_rate"],
+        "success_after": after and after["success_rate"],
+        "success_blanked": blanked and blanked["success_rate"],
+        "episodes": sum(e["episodes"] for e in (before, after, blanked) if e),
+        "adapter": adapter,
+        "policy_key": tenant.backend.policy_key,
+    }
+
+
+class _Nothing:
+    """Stands for no environment at all."""
+
+    name = None
+
+
+async def _until_idle(platform: Platform, tenant: OpenedTenant) -> dict[str, int]:
+    """Counts by outcome once the completion target is met and nothing is in flight.
+
+    Raises:
+        JoyNexusError: if more jobs failed or were dropped than the target asks for; it will not be met then.
+    """
+    scheduler = await platform.scheduler()
+    key, target = tenant.backend.policy_key, tenant.backend.algorithm.jobs
+    while True:
+        counts: dict[str, Any] = await scheduler.wait_policy_idle(key, timeout_s=_WAIT_S)
+        if counts["idle"]:
+            return counts
+        lost = counts.get("failed", 0) + counts.get("dropped", 0)
+        if lost > max(3, target):
+            jobs = await scheduler.jobs(policy_key=key, states=["failed", "dropped"], limit=1)
+            raise JoyNexusError(
+                f"{key}: {lost} jobs were lost against a target of {target}; the last: {jobs[0]['reason']}"
+            )
+
+
+async def _evaluate(tenant: OpenedTenant, *, blanked: bool = False) -> dict[str, Any]:
+    evaluation = tenant.backend.evaluation
+    assert evaluation is not None
+    results = await evaluate(
+        EvaluateRequest(
+            targets=(tenant.name,),
+            environment=evaluation.environment,
+            episodes=evaluation.episodes,
+            first_seed=evaluation.first_seed,
+            num_envs=evaluation.num_envs,
+            hosts=tenant.backend.resources.environment_hosts,
+            blanked=blanked,
+        )
+    )
+    return results[0]

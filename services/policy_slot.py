@@ -1,0 +1,273 @@
+"""The torch side of training: one tenant's action module, optimizers, random state and version.
+
+`trained` never changes the slot it is called on: it trains a copy and returns it, so that an exception, or a crash
+before the checkpoint is written, leaves the tenant at the version it had.
+Not to be confused with services/serving.py, the serving side without optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.algorithm import PpoSpec, SftSpec
+from configs.backend import BackendConfig, PolicyConfig
+from configs.errors import TenantFault, refusal
+from kernels import action_modules
+from kernels.advantages import ESTIMATORS
+from kernels.backbone import Backbone
+from kernels.features import VLAFeature
+from kernels.updates import Optimizer, new_optimizer, ppo_update, sft_update
+from services.interface import Interface
+from storage.checkpoints import CheckpointStore
+
+ENCODE_ROWS = 32
+"""Rows of one base forward in training; larger batches were no faster on a CPU (docs/benchmarks.md)."""
+
+ADVANTAGE_FIELDS = (
+    "reward",
+    "valid",
+    "terminated",
+    "truncated",
+    "value",
+    "bootstrap_value",
+    "next_value",
+    "sample_valid",
+)
+
+
+class PolicySlot:
+    """One tenant's training state.
+
+    Attributes:
+        config: the tenant's model-facing interface.
+        module: the action module.
+        version: microbatch updates so far.
+        optimizers: {policy_key: optimizer}; SFT and RL of one tenant share the module and its version.
+        generator: shuffles microbatches.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.config = config
+        self.module = action_modules.build(config.action_module, config.base_model, config.seed)
+        self.version = 0
+        self.optimizers: dict[str, Optimizer] = {}
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self._interface = Interface(config)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of parameters and optimizer state."""
+        tensors: list[Tensor] = list(self.module.parameters())
+        for optimizer in self.optimizers.values():
+            tensors += [v for s in optimizer.adam.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def ensure_optimizer(self, policy_key: str, algorithm: SftSpec | PpoSpec) -> None:
+        """A new workload of this policy starts with a fresh optimizer."""
+        self.optimizers[policy_key] = new_optimizer(self.module, algorithm)
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Copies of the parameters by name."""
+        return action_modules.export_parameters(self.module)
+
+    def _copy(self) -> PolicySlot:
+        other = copy.copy(self)
+        # One deepcopy of both, so that the copied optimizers hold the copied module's parameters.
+        other.module, other.optimizers = copy.deepcopy((self.module, self.optimizers))
+        other.generator = torch.Generator()
+        other.generator.set_state(self.generator.get_state())
+        return other
+
+    def trained(
+        self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any], *, single_step: bool = False
+    ) -> tuple[PolicySlot, dict[str, Any]]:
+        """A copy of the slot after training on a job's samples, and what happened.
+
+        Args:
+            backbone: the frozen base.
+            backend: the workload.
+            data: fields of the partition, and "instructions", one a row.
+            single_step: take the samples as one microbatch and pass over them once.
+
+        Returns:
+            The copy and {"version", "optimizer_steps", "metrics", "seconds"}.
+
+        Raises:
+            TenantFault: if the tenant's numbers are not finite.
+        """
+        begun = time.perf_counter()
+        slot, algorithm = self._copy(), backend.algorithm
+        optimizer = slot.optimizers[backend.policy_key]
+        before = optimizer.steps
+        if single_step:
+            size = {"microbatch_size": len(data["action"])}
+            algorithm = algorithm.model_copy(update=size | ({"epochs": 1} if isinstance(algorithm, PpoSpec) else {}))
+        if isinstance(algorithm, SftSpec):
+            metrics = slot._sft(backbone, optimizer, algorithm, data)
+        else:
+            metrics = slot._ppo(backbone, optimizer, algorithm, data)
+        if not all(torch.isfinite(p).all() for p in slot.module.parameters()):
+            raise TenantFault(
+                f"parameters: tenant {self.config.tenant!r} got NaN or infinity after version {self.version}; "
+                "possible: finite numbers; lower the learning rate"
+            )
+        steps = optimizer.steps - before
+        slot.version += steps
+        return slot, {
+            "version": slot.version,
+            "optimizer_steps": steps,
+            "metrics": metrics,
+            "seconds": time.perf_counter() - begun,
+            "checkpoint": None,
+        }
+
+    def evaluated(self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """`actor_log_prob` [n, H] and `actor_value` [n] of the partition's actions under the current parameters."""
+        del backend  # any RL algorithm asks for the same two columns
+        self.module.eval()
+        with torch.no_grad():
+            proprioception = torch.from_numpy(self._interface.proprioception(data["proprioception"]))
+            scored = self.module.evaluate(
+                self._features(backbone, data, slice(0, len(data["action"]))),
+                proprioception,
+                torch.from_numpy(data["action"]),
+            )
+        return {"actor_log_prob": scored.log_prob.numpy(), "actor_value": scored.value.numpy()}
+
+    def _sft(
+        self, backbone: Backbone, optimizer: Optimizer, spec: SftSpec, data: Mapping[str, Any]
+    ) -> dict[str, float]:
+        action = np.asarray(data["action"], np.float32)
+        if not np.isfinite(action[~data["action_is_pad"]]).all():
+            raise TenantFault(
+                refusal("action", "NaN or infinity", f"finite numbers for {self.config.tenant!r}", "mend it")
+            )
+        return sft_update(
+            self.module,
+            optimizer,
+            lambda rows: self._features(backbone, data, rows),
+            proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
+            action=torch.from_numpy(self._interface.action.normalise(action)),
+            is_pad=torch.from_numpy(np.asarray(data["action_is_pad"], bool)),
+            microbatch_size=spec.microbatch_size,
+        )
+
+    def _ppo(
+        self, backbone: Backbone, optimizer: Optimizer, spec: PpoSpec, data: Mapping[str, Any]
+    ) -> dict[str, float]:
+        valid = np.asarray(data["valid"], bool) & np.asarray(data["sample_valid"], bool)[:, None]
+        old = data["actor_log_prob"] if spec.actor_forward else data["log_prob"]
+        return ppo_update(
+            self.module,
+            optimizer,
+            # The base is frozen: one forward a sample serves all epochs of the job.
+            self._features(backbone, data, slice(0, len(data["action"]))),
+            spec,
+            self.generator,
+            proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
+            action=torch.from_numpy(data["action"]),
+            log_prob=torch.from_numpy(old),
+            advantage=torch.from_numpy(data["advantage"]),
+            returns=torch.from_numpy(data["return"]),
+            valid=torch.from_numpy(valid),
+        )
+
+    def _features(self, backbone: Backbone, data: Mapping[str, Any], rows: slice) -> VLAFeature:
+        parts = []
+        for start in range(rows.start, rows.stop, ENCODE_ROWS):
+            some = slice(start, min(start + ENCODE_ROWS, rows.stop))
+            observation = {
+                "images": {n.removeprefix("image."): a[some] for n, a in data.items() if n.startswith("image.")},
+                "proprioception": data["proprioception"][some],
+                "instructions": data["instructions"][some],
+            }
+            prefix, _ = self._interface.prepare(backbone, observation)
+            parts.append(backbone.encode(prefix).action_tokens)
+        return VLAFeature(torch.cat(parts))
+
+    # checkpoints
+
+    def save(self, folder: Path, policy_key: str, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Write parameters, this policy's optimizer and the random state under the workload's folder."""
+        optimizer = self.optimizers[policy_key]
+        arrays = {"generator": self.generator.get_state().numpy(), "steps": np.array(optimizer.steps, np.int64)}
+        names = dict(self.module.named_parameters())
+        for name, parameter in names.items():
+            for key, value in optimizer.adam.state.get(parameter, {}).items():
+                arrays[f"adam.{key}.{name}"] = value.detach().cpu().numpy().copy()
+        reference = CheckpointStore(folder / "checkpoints").save(
+            version=self.version, params=self.parameters(), optimizer=arrays, manifest=manifest
+        )
+        return {"version": self.version, "digest": reference.digest, "path": str(reference.path)}
+
+    @classmethod
+    def restored(cls, backend: BackendConfig, folder: Path, version: int | None, with_optimizer: bool) -> PolicySlot:
+        """The slot as a checkpoint has it.
+
+        Raises:
+            UnknownObject, DataFault: see `CheckpointStore.load`.
+        """
+        checkpoint = CheckpointStore(folder / "checkpoints").load(version, with_optimizer=with_optimizer)
+        slot = cls(backend.policy)
+        slot.version = int(checkpoint.version)
+        action_modules.load_parameters(slot.module, checkpoint.params)
+        slot.ensure_optimizer(backend.policy_key, backend.algorithm)
+        if checkpoint.optimizer is not None:
+            optimizer = slot.optimizers[backend.policy_key]
+            slot.generator.set_state(torch.from_numpy(checkpoint.optimizer["generator"].copy()))
+            optimizer.steps = int(checkpoint.optimizer["steps"])
+            for name, parameter in slot.module.named_parameters():
+                state = {
+                    key: torch.from_numpy(checkpoint.optimizer[f"adam.{key}.{name}"].copy())
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                    if f"adam.{key}.{name}" in checkpoint.optimizer
+                }
+                if state:
+                    optimizer.adam.state[parameter] = state
+        return slot
+
+
+def training_fields(backend: BackendConfig) -> list[str]:
+    """Fields of a partition that the workload's update reads."""
+    images = [f"image.{camera.name}" for camera in backend.policy.cameras]
+    if isinstance(backend.algorithm, SftSpec):
+        return [*images, "proprioception", "action", "action_is_pad"]
+    log_prob = "actor_log_prob" if backend.algorithm.actor_forward else "log_prob"
+    return [*images, "proprioception", "action", log_prob, "advantage", "return", "valid", "sample_valid"]
+
+
+def forward_fields(backend: BackendConfig) -> list[str]:
+    """Fields that the actor forward reads."""
+    return [f"image.{camera.name}" for camera in backend.policy.cameras] + ["proprioception", "action"]
+
+
+def advantage_fields(backend: BackendConfig) -> list[str]:
+    """Fields that the advantage stage reads."""
+    assert isinstance(backend.algorithm, PpoSpec)
+    return [*ADVANTAGE_FIELDS, *(["actor_value"] if backend.algorithm.actor_forward else [])]
+
+
+def advantages(data: Mapping[str, np.ndarray], algorithm: PpoSpec) -> dict[str, np.ndarray]:
+    """Derived columns `advantage` [n, H] and `return` [n]; recomputed values take the behaviour's place if there.
+
+    The values of what follows a row (`next_value`, `bootstrap_value`) stay the behaviour policy's where they lie
+    outside the partition; inside they are the next row's.
+    """
+    fields = dict(data)
+    if algorithm.actor_forward:
+        fields["value"] = data["actor_value"]
+        following = np.concatenate(
+            [data["actor_value"][algorithm.num_envs :], data["next_value"][-algorithm.num_envs :]]
+        )
+        fields["next_value"] = following.astype(np.float32)
+    return ESTIMATORS["gae"](
+        fields, num_envs=algorithm.num_envs, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda
+    )

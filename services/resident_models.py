@@ -1,0 +1,29 @@
+"""Base models resident in a model service's worker: loaded once, frozen, shared by all its tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from configs.home import PROJECT_ROOT
+from configs.model import BaseModelSpec
+from kernels.backbone import Backbone
+
+
+@dataclass(frozen=True, eq=False)
+class ResidentBase:
+    """One base model in memory."""
+
+    spec: BaseModelSpec
+    backbone: Backbone
+    num_bytes: int
+
+
+def load_base_models(specs: Sequence[BaseModelSpec]) -> dict[str, ResidentBase]:
+    """Load each base once; {name: resident base}."""
+    bases = {}
+    for spec in specs:
+        backbone = Backbone.from_pretrained(spec, PROJECT_ROOT)
+        num_bytes = sum(t.numel() * t.element_size() for t in backbone.model.state_dict().values())
+        bases[spec.name] = ResidentBase(spec, backbone, num_bytes)
+    return bases

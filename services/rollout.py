@@ -1,0 +1,240 @@
+"""The environment loop composed over `predict`: collecting an RL rollout, and running evaluation episodes.
+
+Plain coroutines over two callables' worth of interface (a policy bound to one version, an environment session), so the
+loops are the same under any batching and any simulator. Nothing here reads a clock or writes a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from configs.errors import EnvironmentFault
+
+Observation = dict[str, Any]
+Progress = Callable[[int, int], None]
+
+
+class Session(Protocol):
+    """B environments stepped together; see services/environment_service.py for the arrays."""
+
+    async def reset(self, seeds: Sequence[int | None]) -> Observation: ...
+
+    async def batch_step(self, actions: np.ndarray, next_seeds: Sequence[int | None]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a bound policy answers for B rows.
+
+    Attributes:
+        action: float32 [B, H, A], in the policy's normalised space, as sampled (before any clipping).
+        environment_action: float32 [B, H, A], in the environment's units.
+        log_prob: float32 [B, H].
+        value: float32 [B].
+    """
+
+    action: np.ndarray
+    environment_action: np.ndarray
+    log_prob: np.ndarray
+    value: np.ndarray
+
+
+Policy = Callable[[Observation], Awaitable[Prediction]]
+
+
+@dataclass
+class Episodes:
+    """Episodes that ended, in the order of their numbers."""
+
+    success: dict[int, bool] = field(default_factory=dict)
+    total_reward: dict[int, float] = field(default_factory=dict)
+    length: dict[int, int] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, float | int]:
+        """Counts and means over ended episodes (0 where none ended)."""
+        n = len(self.success)
+        return {
+            "episodes": n,
+            "successes": sum(self.success.values()),
+            "success_rate": sum(self.success.values()) / n if n else 0.0,
+            "mean_return": sum(self.total_reward.values()) / n if n else 0.0,
+            "mean_length": sum(self.length.values()) / n if n else 0.0,
+        }
+
+
+class _Counting:
+    """Return and length of the episode that each environment is in; a finished one is filed under its number."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.episodes = Episodes()
+        self._reward = np.zeros(num_envs)
+        self._length = np.zeros(num_envs, int)
+
+    def add(self, env: int, step: dict[str, Any], number: int) -> bool:
+        """Account for environment `env`'s chunk; True if its episode `number` ended in it."""
+        valid = step["valid"][env]
+        self._reward[env] += float(step["reward"][env][valid].sum())
+        self._length[env] += int(valid.sum())
+        if not (step["terminated"][env] | step["truncated"][env]).any():
+            return False
+        self.episodes.success[number] = bool(step["success"][env])
+        self.episodes.total_reward[number] = float(self._reward[env])
+        self.episodes.length[number] = int(self._length[env])
+        self._reward[env], self._length[env] = 0.0, 0
+        return True
+
+
+def rows_of(observation: Observation, rows: Sequence[int]) -> Observation:
+    """Some rows of an observation batch."""
+    index = list(rows)
+    return {
+        "images": {name: image[index] for name, image in observation["images"].items()},
+        "proprioception": observation["proprioception"][index],
+        "instructions": [observation["instructions"][i] for i in index],
+    }
+
+
+def concatenated(observations: Sequence[Observation]) -> Observation:
+    """Observation batches of the same cameras, one after another."""
+    return {
+        "images": {n: np.concatenate([o["images"][n] for o in observations]) for n in observations[0]["images"]},
+        "proprioception": np.concatenate([o["proprioception"] for o in observations]),
+        "instructions": [i for o in observations for i in o["instructions"]],
+    }
+
+
+async def collect_rollout(
+    policy: Policy,
+    values: Policy,
+    session: Session,
+    *,
+    num_envs: int,
+    steps: int,
+    seed_of_episode: Callable[[int], int],
+    progress: Progress,
+    values_at_a_time: int = 128,
+) -> tuple[dict[str, np.ndarray], list[str], Episodes]:
+    """Collect `steps` chunks in each of `num_envs` environments, from a reset on, with same-step auto-reset.
+
+    Episode numbers: environment e's k-th episode of this rollout has number e + k × num_envs, so its seed does not
+    depend on who finishes first. A truncated chunk is bootstrapped from the environment's true final observation.
+
+    Args:
+        policy: samples actions under the behaviour policy's version.
+        values: the same version's values, without sampling (used for final observations).
+        session: the environments.
+        num_envs: E.
+        steps: T.
+        seed_of_episode: environment seed of an episode's number.
+        progress: called with (chunks done, chunks in all).
+        values_at_a_time: rows of one value request.
+
+    Returns:
+        Partition fields [T × E, …], row = t × E + e; the instruction of each row; the ended episodes.
+
+    Raises:
+        EnvironmentFault: if the session breaks the contract's shapes.
+    """
+    number = list(range(num_envs))  # the episode that each environment is in
+    counting = _Counting(num_envs)
+    observation = await session.reset([seed_of_episode(n) for n in number])
+    columns: dict[str, list[np.ndarray]] = {}
+    instructions: list[str] = []
+    finals: list[Observation] = []
+    final_rows: list[int] = []
+    for t in range(steps):
+        prediction = await policy(observation)
+        step = await session.batch_step(prediction.environment_action, [seed_of_episode(n + num_envs) for n in number])
+        _check_step(step, prediction.environment_action.shape)
+        row = {f"image.{name}": image for name, image in observation["images"].items()}
+        row |= {
+            "proprioception": observation["proprioception"],
+            "action": prediction.action,
+            "log_prob": prediction.log_prob,
+            "value": prediction.value,
+            **{name: step[name] for name in ("reward", "valid", "terminated", "truncated")},
+            "done": np.asarray((step["terminated"] | step["truncated"]).any(axis=1)),
+        }
+        for name, value in row.items():
+            columns.setdefault(name, []).append(np.array(value))
+        instructions += observation["instructions"]
+        ended_by_truncation = [
+            k
+            for k, e in enumerate(step["final_rows"])
+            if step["truncated"][e].any() and not step["terminated"][e].any()
+        ]
+        if ended_by_truncation:
+            finals.append(rows_of(step["final_observation"], ended_by_truncation))
+            final_rows += [t * num_envs + int(step["final_rows"][k]) for k in ended_by_truncation]
+        for env in range(num_envs):
+            if counting.add(env, step, number[env]):
+                number[env] += num_envs
+        observation = step["observation"]
+        progress(t + 1, steps)
+    data = {name: np.concatenate(parts) for name, parts in columns.items()}
+    n = steps * num_envs
+    after = await _values(values, [observation, *finals], values_at_a_time)
+    data["next_value"] = np.concatenate([data["value"][num_envs:], after[:num_envs]]).astype(np.float32)
+    data["bootstrap_value"] = np.zeros(n, np.float32)
+    data["bootstrap_value"][final_rows] = after[num_envs:]
+    data["sample_valid"] = data["valid"].any(axis=1)
+    return data, instructions, counting.episodes
+
+
+async def run_episodes(
+    policy: Policy, session: Session, *, num_envs: int, seeds: Sequence[int], progress: Progress
+) -> Episodes:
+    """Run one episode a seed; environment e runs the seeds e, e + num_envs, …, whoever finishes first.
+
+    Returns:
+        Episodes numbered by their place in `seeds`.
+    """
+    active = min(num_envs, len(seeds))
+    number = list(range(num_envs))
+    counting = _Counting(num_envs)
+    observation = await session.reset([seeds[e] if e < active else None for e in range(num_envs)])
+    running = list(range(active))
+    while running:
+        prediction = await policy(rows_of(observation, running))
+        actions = np.zeros((num_envs, *prediction.environment_action.shape[1:]), np.float32)
+        actions[running] = prediction.environment_action
+        following = [
+            seeds[number[e] + num_envs] if e in running and number[e] + num_envs < len(seeds) else None
+            for e in range(num_envs)
+        ]
+        step = await session.batch_step(actions, following)
+        _check_step(step, actions.shape)
+        for env in list(running):
+            if counting.add(env, step, number[env]):
+                number[env] += num_envs
+                if number[env] >= len(seeds):
+                    running.remove(env)
+                progress(len(counting.episodes.success), len(seeds))
+        observation = step["observation"]
+    return counting.episodes
+
+
+async def _values(values: Policy, observations: Sequence[Observation], at_a_time: int) -> np.ndarray:
+    """V of all rows, float32, in order."""
+    everything = concatenated(observations)
+    rows = len(everything["instructions"])
+    parts = [
+        (await values(rows_of(everything, range(start, min(start + at_a_time, rows))))).value
+        for start in range(0, rows, at_a_time)
+    ]
+    return np.concatenate(parts)
+
+
+def _check_step(step: dict[str, Any], shape: tuple[int, ...]) -> None:
+    for name in ("reward", "valid", "terminated", "truncated"):
+        if step[name].shape != shape[:2]:
+            raise EnvironmentFault(
+                f"environment.{name}: got shape {step[name].shape}; possible: {shape[:2]} (environments × horizon); "
+                "the simulator breaks the contract, see `joynexus env`"
+            )
+    if not np.isfinite(step["reward"]).all():
+        raise EnvironmentFault("environment.reward: got NaN or infinity; possible: finite numbers; mend the simulator")

@@ -1,0 +1,192 @@
+"""The torch side of inference: one tenant's action module at one version, and a grouped forward over many.
+
+Not to be confused with services/policy_slot.py, the training side with optimizer and random state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.backend import PolicyConfig
+from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
+from kernels import action_modules, group_batching
+from kernels.backbone import Backbone
+from kernels.features import PrefixBatch, VLAFeature
+from services.interface import Interface
+from services.rollout import Prediction
+
+_RECENT = 2
+
+
+class ServingPolicy:
+    """An action module in evaluation mode at one version; never changed after construction."""
+
+    def __init__(self, config: PolicyConfig, version: int, tensors: Mapping[str, np.ndarray] | None) -> None:
+        """`tensors` None keeps the seeded initial weights, those that training starts from.
+
+        Raises:
+            Conflict: if names, shapes or dtypes of `tensors` do not fit the declared action module.
+            TenantFault: if a number is not finite.
+        """
+        self.config = config
+        self.version = version
+        self.module = action_modules.build(config.action_module, config.base_model, config.seed)
+        if tensors is not None:
+            for name, value in tensors.items():
+                if not np.isfinite(value).all():
+                    raise TenantFault(
+                        refusal(f"named_tensors.{name}", "NaN or infinity", "finite numbers", "do not publish it")
+                    )
+            action_modules.load_parameters(self.module, tensors)
+        self.module.eval().requires_grad_(False)
+        self.interface = Interface(config)
+
+    def prepare(self, backbone: Backbone, observation: Mapping[str, Any]) -> tuple[PrefixBatch, Tensor]:
+        """See `Interface.prepare`."""
+        return self.interface.prepare(backbone, observation)
+
+
+@dataclass(eq=False)
+class Request:
+    """One observation batch on its way through a shared forward.
+
+    Attributes:
+        policy: the serving policy, fixed when the request was accepted; a later load changes nothing here.
+        generator: draws the action noise of this request's session; None takes the mean.
+    """
+
+    policy: ServingPolicy
+    prefix: PrefixBatch
+    proprioception: Tensor
+    generator: torch.Generator | None
+
+
+def forward(backbone: Backbone, requests: Sequence[Request]) -> list[Prediction | JoyNexusError]:
+    """One base forward for all requests, then each tenant's action module on its own rows.
+
+    A tenant's fault is its own result; the others' bits are those of a forward without it.
+    """
+    grouped, slices = group_batching.group([r.prefix for r in requests])
+    features = group_batching.split(backbone.encode(grouped), slices)
+    results: list[Prediction | JoyNexusError] = []
+    for request, feature in zip(requests, features, strict=True):
+        try:
+            results.append(_decode(request, feature))
+        except JoyNexusError as error:
+            results.append(error)
+        except RuntimeError as error:  # torch's errors: a tenant's module must not take its neighbours along
+            results.append(TenantFault(f"action module of tenant {request.policy.config.tenant!r} failed: {error}"))
+    return results
+
+
+def _decode(request: Request, feature: VLAFeature) -> Prediction:
+    policy = request.policy
+    decision = policy.module.act(feature, request.proprioception, request.generator)
+    if not (torch.isfinite(decision.action).all() and torch.isfinite(decision.value).all()):
+        raise TenantFault(
+            f"prediction: tenant {policy.config.tenant!r} at version {policy.version} gave NaN or infinity; possible: "
+            "finite actions; restore an earlier version or lower the learning rate"
+        )
+    action = decision.action.numpy()
+    return Prediction(
+        action=action,
+        environment_action=policy.interface.action.unnormalise(action),
+        log_prob=decision.log_prob.numpy(),
+        value=decision.value.numpy(),
+    )
+
+
+class ServingPolicies:
+    """The versions that one tenant serves: the current one, two before it, and pinned ones kept until released.
+
+    Every request takes a `ServingPolicy` object once, so it is answered by the old or the new version, never a mix.
+    """
+
+    def __init__(self, current: ServingPolicy, max_pinned: int) -> None:
+        self._current = current
+        self._pinned: dict[int, tuple[ServingPolicy, int]] = {}  # {version: (policy, holders)}
+        # The versions just before the current one: a producer reads a version, reserves a job, and only then pins it.
+        self._recent: deque[ServingPolicy] = deque(maxlen=_RECENT)
+        self._max_pinned = max_pinned
+
+    @property
+    def current(self) -> ServingPolicy:
+        """What a request without a version gets."""
+        return self._current
+
+    @property
+    def pinned(self) -> dict[int, int]:
+        """{version: holders}."""
+        return {version: holders for version, (_, holders) in self._pinned.items()}
+
+    def load(self, policy: ServingPolicy) -> None:
+        """Make `policy` current.
+
+        Raises:
+            Conflict: if it is older than the current one; a late publish must not turn the clock back.
+        """
+        if policy.version < self._current.version:
+            raise Conflict(
+                refusal(
+                    "version", policy.version, f"{self._current.version} or newer", "publish the newest version only"
+                )
+            )
+        if policy.version > self._current.version:
+            self._recent.append(self._current)
+        self._current = policy
+
+    def pin(self, version: int | None) -> ServingPolicy:
+        """Keep a version (None: the current one) until `release`; each pin needs one release.
+
+        Raises:
+            Conflict: if it is neither current nor pinned, or too many versions are pinned.
+        """
+        policy, holders = self._pinned.get(
+            version if version is not None else self._current.version, (self.find(version), 0)
+        )
+        if holders == 0 and len(self._pinned) >= self._max_pinned:
+            raise Conflict(
+                refusal(
+                    "version",
+                    policy.version,
+                    f"at most {self._max_pinned} pinned ({sorted(self._pinned)})",
+                    "release one",
+                )
+            )
+        self._pinned[policy.version] = (policy, holders + 1)
+        return policy
+
+    def release(self, version: int) -> None:
+        """Undo one pin; the version is evicted with its last holder unless it is current."""
+        policy, holders = self._pinned.get(version, (self._current, 0))
+        if holders > 1:
+            self._pinned[version] = (policy, holders - 1)
+        else:
+            self._pinned.pop(version, None)
+
+    def find(self, version: int | None) -> ServingPolicy:
+        """The policy of a version (None: the current one).
+
+        Raises:
+            Conflict: if that version is not served (any more); another one is never given in its place.
+        """
+        if version is None or version == self._current.version:
+            return self._current
+        if version in self._pinned:
+            return self._pinned[version][0]
+        for recent in self._recent:
+            if recent.version == version:
+                return recent
+        known = sorted({self._current.version, *self._pinned, *(p.version for p in self._recent)})
+        raise Conflict(
+            refusal(
+                "policy_version", version, f"{known} for tenant {self._current.config.tenant!r}", "take one of these"
+            )
+        )

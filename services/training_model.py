@@ -1,0 +1,319 @@
+"""TrainingModelService: the resident actor that updates tenants' slots on one shared, frozen base model.
+
+A thin asynchronous shell: compute runs in one executor thread (one torch thread a role), file access in another,
+so the event loop answers while a job trains. One lock a slot orders `train_job`, `train_batch` and `restore`.
+A job trains a *copy* of the slot; the copy takes the slot's place only after its checkpoint is written, so an
+exception anywhere leaves the tenant at the version it had. No torch at import: flow processes import this module
+to unpickle the handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from configs.algorithm import PpoSpec
+from configs.backend import BackendConfig
+from configs.errors import Conflict, TenantFault, UnknownObject, refusal
+from configs.home import Home
+from services import lookup
+from services.busy import BusyLog
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from services.policy_slot import PolicySlot
+    from storage.partitions import SampleMetadata
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_REMEMBERED_JOBS = 4_096
+
+
+class TrainingModelService:
+    """Slots of many tenants over resident base models.
+
+    Args:
+        home: folder of the installation.
+        base_models: presets to keep resident.
+        max_slots: tenants at one time.
+    """
+
+    def __init__(self, home: str, base_models: list[str], max_slots: int) -> None:
+        from configs import presets
+        from services.resident_models import load_base_models
+        from storage.partitions import PartitionStore
+
+        self._home = Home(Path(home))
+        self._bases = load_base_models([presets.base_model(name) for name in base_models])
+        self._max_slots = max_slots
+        self._slots: dict[str, PolicySlot] = {}
+        self._configs: dict[str, BackendConfig] = {}  # {policy_key: configuration}
+        self._folders: dict[str, Path] = {}  # {policy_key: output folder of the workload}
+        self._locks: dict[str, asyncio.Lock] = {}  # {tenant: lock}; one order of updates a slot
+        self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()  # {job_id: result}; a re-sent job is done once
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="train-compute")
+        self._files = ThreadPoolExecutor(2, thread_name_prefix="train-files")
+        self._partitions = PartitionStore(self._home.partitions)
+        self._busy = BusyLog()
+
+    async def ping(self) -> str:
+        """Answer "ok"; the event loop is alive."""
+        return "ok"
+
+    async def status(self) -> dict[str, Any]:
+        """Slots with their versions and bytes, the base models' bytes (counted once) and busy seconds."""
+        return {
+            "base_models": {name: base.num_bytes for name, base in self._bases.items()},
+            "slots": {t: {"version": s.version, "bytes": s.num_bytes} for t, s in self._slots.items()},
+            "max_slots": self._max_slots,
+            "busy_seconds": self._busy.seconds(),
+        }
+
+    async def busy(self, since: float) -> list[list[object]]:
+        """Compute intervals that ended after `since`; see `BusyLog.intervals`."""
+        return self._busy.intervals(since)
+
+    async def open_slot(self, config: dict[str, Any], folder: str, *, fresh: bool) -> dict[str, Any]:
+        """Create the tenant's slot, or join the one it has.
+
+        Args:
+            config: a `BackendConfig` as JSON.
+            folder: output folder of this workload.
+            fresh: start from new weights at version 0 instead of those the slot has.
+
+        Raises:
+            Conflict: if the tenant's slot has another schema signature and `fresh` is not asked for.
+            TenantFault: if all slots are taken.
+        """
+        backend = BackendConfig.model_validate(config)
+        tenant = backend.policy.tenant
+        async with self._lock(tenant):
+            slot = None if fresh else self._slots.get(tenant)
+            if slot is not None and slot.config.schema_signature != backend.policy.schema_signature:
+                raise Conflict(
+                    refusal(
+                        "action_module", tenant, "the interface its slot has", "start fresh or use another tenant name"
+                    )
+                )
+            if slot is None and tenant not in self._slots and len(self._slots) >= self._max_slots:
+                raise TenantFault(
+                    refusal("tenant.name", tenant, f"{self._max_slots} slots, all taken", "close a tenant that is done")
+                )
+            if slot is None:
+                slot = await self._run(self._compute, self._new_slot, backend)
+            slot.ensure_optimizer(backend.policy_key, backend.algorithm)
+            self._slots[tenant] = slot
+            self._configs[backend.policy_key] = backend
+            self._folders[backend.policy_key] = Path(folder)
+            return {"version": slot.version, "bytes": slot.num_bytes}
+
+    async def close_slot(self, tenant_id: str) -> None:
+        """Forget the tenant's runtime state; its output folder stays. Closing twice is harmless."""
+        async with self._lock(tenant_id):
+            self._slots.pop(tenant_id, None)
+            for key in [k for k, c in self._configs.items() if c.policy.tenant == tenant_id]:
+                del self._configs[key], self._folders[key]
+
+    async def versions(self) -> dict[str, int]:
+        """Current policy version of each tenant."""
+        return {tenant: slot.version for tenant, slot in self._slots.items()}
+
+    async def train_job(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Consume a leased job's partition as consecutive microbatches; commit a checkpoint, then the slot.
+
+        Returns:
+            {"version", "optimizer_steps", "metrics", "seconds", "checkpoint"}; the same again for a job done before.
+
+        Raises:
+            TenantFault: if the tenant's numbers are not finite; the slot stays as it was.
+            DataFault: if the partition is missing, torn, or another tenant's.
+        """
+        from services.policy_slot import training_fields
+
+        if (done := self._done.get(job["job_id"])) is not None:
+            return done
+        tenant, backend = job["tenant_id"], self._config(job["policy_key"])
+        async with self._lock(tenant):
+            if (done := self._done.get(job["job_id"])) is not None:
+                return done
+            slot = self._slot(tenant)
+            _, data = await self._run(self._files, self._read, job, "train", training_fields(backend))
+            trained, result = await self._run(self._compute, self._train, slot, backend, data)
+            if self._checkpoint_due(job, backend):
+                folder = self._folders[job["policy_key"]]
+                manifest = self._manifest(job, backend, trained)
+                result["checkpoint"] = await self._run(self._files, trained.save, folder, backend.policy_key, manifest)
+            self._slots[tenant] = trained
+            self._done[job["job_id"]] = result
+            while len(self._done) > _REMEMBERED_JOBS:
+                self._done.popitem(last=False)
+        logger.info("job %s of tenant %s: version %d", job["job_id"], tenant, result["version"])
+        return result
+
+    async def train_batch(self, tenant_id: str, policy_key: str, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        """One optimizer step on a slot with fields in memory (those of a partition), for custom algorithms.
+
+        Raises:
+            TenantFault: if the numbers are not finite or the batch is larger than a microbatch.
+        """
+        backend = self._config(policy_key)
+        async with self._lock(tenant_id):
+            trained, result = await self._run(self._compute, self._train_once, self._slot(tenant_id), backend, batch)
+            self._slots[tenant_id] = trained
+        return result
+
+    async def actor_forward(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Attach `actor_log_prob` [n, H] and `actor_value` [n] of the behaviour actions under the resident actor."""
+        from services.policy_slot import forward_fields
+
+        tenant, backend = job["tenant_id"], self._config(job["policy_key"])
+        async with self._lock(tenant):
+            slot = self._slot(tenant)
+            meta, data = await self._run(self._files, self._read, job, "actor_forward", forward_fields(backend))
+            derived = await self._run(self._compute, self._evaluate, slot, backend, data)
+            await self._run(self._files, self._derive, meta, derived)
+        return {"version": slot.version, "samples": meta.size}
+
+    async def compute_advantages(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Attach `advantage` [n, H] and `return` [n] to an RL partition."""
+        from services.policy_slot import advantage_fields, advantages
+
+        backend = self._config(job["policy_key"])
+        assert isinstance(backend.algorithm, PpoSpec)
+        stage = "compute_advantages_and_returns"
+        meta, data = await self._run(self._files, self._read, job, stage, advantage_fields(backend))
+        derived = await self._run(self._compute, advantages, data, backend.algorithm)
+        await self._run(self._files, self._derive, meta, derived)
+        return {"samples": meta.size}
+
+    async def export_params(self, tenant_id: str) -> dict[str, Any]:
+        """The tenant's payload: {"tenant_id", "schema_signature", "version", "tensors"}; never the base."""
+        slot = self._slot(tenant_id)
+        return {
+            "tenant_id": tenant_id,
+            "schema_signature": slot.config.schema_signature,
+            "version": slot.version,
+            "tensors": slot.parameters(),
+        }
+
+    async def publish(self, tenant_id: str) -> int:
+        """Send the tenant's current parameters to the Inference Model Service; returns the version sent."""
+        payload = await self.export_params(tenant_id)
+        inference = await lookup.peer(lookup.INFERENCE, timeout_s=60)
+        await inference.load_weights(**payload)
+        return int(payload["version"])
+
+    async def save(self, tenant_id: str, policy_key: str) -> dict[str, Any]:
+        """Write a checkpoint (parameters, optimizer, random state) of the current version now."""
+        backend = self._config(policy_key)
+        async with self._lock(tenant_id):
+            slot = self._slot(tenant_id)
+            manifest = self._manifest(None, backend, slot)
+            return await self._run(self._files, slot.save, self._folders[policy_key], policy_key, manifest)
+
+    async def restore(
+        self, tenant_id: str, policy_key: str, *, folder: str, version: int | None, with_optimizer: bool
+    ) -> int:
+        """Take parameters (and optimizer and random state) from a checkpoint; returns its version.
+
+        Raises:
+            DataFault: if there is none, it is torn, or `with_optimizer` is asked of one saved without.
+        """
+        from services.policy_slot import PolicySlot
+
+        backend = self._config(policy_key)
+        async with self._lock(tenant_id):
+            slot = await self._run(self._files, PolicySlot.restored, backend, Path(folder), version, with_optimizer)
+            self._slots[tenant_id] = slot
+        return slot.version
+
+    # what runs in the executors
+
+    def _new_slot(self, backend: BackendConfig) -> PolicySlot:
+        from services.policy_slot import PolicySlot
+
+        return PolicySlot(backend.policy)
+
+    def _read(self, job: dict[str, Any], task_name: str, fields: list[str]) -> tuple[SampleMetadata, dict[str, Any]]:
+        """All samples of the job's partition for one stage, checked against the job's tags, with row instructions."""
+        partition, store = job["partition_id"], self._partitions
+        # A job may be leased again after its holder was lost: its stage starts from the first sample.
+        store.reset_cursor(partition, task_name)
+        attributes = store.attributes(partition)
+        several = len(attributes.instructions) > 1
+        meta = store.get_meta(
+            partition,
+            task_name=task_name,
+            data_fields=[*fields, *(["instruction_index"] if several else [])],
+            batch_size=attributes.sample_count,
+            tenant_id=job["tenant_id"],
+            schema_signature=job["metadata"]["schema_signature"],
+        )
+        assert meta is not None  # a partition has at least one sample, and the cursor is at the first
+        data: dict[str, Any] = store.get_data(meta)
+        if task_name == "train":
+            store.reset_cursor(partition, task_name)  # nothing more is read: let go of the arrays
+        data["instructions"] = attributes.row_instructions(meta.size, data.pop("instruction_index", None))
+        return meta, data
+
+    def _derive(self, meta: SampleMetadata, derived: dict[str, np.ndarray]) -> None:
+        self._partitions.put_derived(meta, derived)
+        self._partitions.reset_cursor(meta.partition_id, meta.task_name)
+
+    def _train(
+        self, slot: PolicySlot, backend: BackendConfig, data: dict[str, np.ndarray]
+    ) -> tuple[PolicySlot, dict[str, Any]]:
+        with self._busy.record("train", {backend.policy.tenant: 1}):
+            return slot.trained(self._bases[backend.policy.base_model.name].backbone, backend, data)
+
+    def _train_once(
+        self, slot: PolicySlot, backend: BackendConfig, batch: dict[str, np.ndarray]
+    ) -> tuple[PolicySlot, dict[str, Any]]:
+        with self._busy.record("train", {backend.policy.tenant: 1}):
+            return slot.trained(self._bases[backend.policy.base_model.name].backbone, backend, batch, single_step=True)
+
+    def _evaluate(self, slot: PolicySlot, backend: BackendConfig, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        with self._busy.record("actor_forward", {backend.policy.tenant: 1}):
+            return slot.evaluated(self._bases[backend.policy.base_model.name].backbone, backend, data)
+
+    # lookups
+
+    def _lock(self, tenant: str) -> asyncio.Lock:
+        return self._locks.setdefault(tenant, asyncio.Lock())
+
+    def _slot(self, tenant: str) -> PolicySlot:
+        try:
+            return self._slots[tenant]
+        except KeyError:
+            known = ", ".join(sorted(self._slots)) or "none is open"
+            raise UnknownObject(refusal("tenant_id", tenant, known, "open the tenant first")) from None
+
+    def _config(self, policy_key: str) -> BackendConfig:
+        try:
+            return self._configs[policy_key]
+        except KeyError:
+            known = ", ".join(sorted(self._configs)) or "none is open"
+            raise UnknownObject(refusal("policy_key", policy_key, known, "open the tenant first")) from None
+
+    def _checkpoint_due(self, job: dict[str, Any], backend: BackendConfig) -> bool:
+        return int(job["created_seq"]) % backend.outputs.checkpoint_every_jobs == 0
+
+    def _manifest(self, job: dict[str, Any] | None, backend: BackendConfig, slot: PolicySlot) -> dict[str, Any]:
+        return {
+            "tenant_id": backend.policy.tenant,
+            "policy_key": backend.policy_key,
+            "policy_version": slot.version,
+            "job_id": job and job["job_id"],
+            "schema_signature": backend.policy.schema_signature,
+            "policy": backend.policy.model_dump(mode="json"),
+        }
+
+    @staticmethod
+    async def _run(executor: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor, function, *args)

@@ -1,0 +1,75 @@
+"""What a flow holds while it runs: a Dask client by address, the services by name, the installation's folders."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from distributed import Client
+
+from configs import presets
+from configs.cluster import ClusterSpec
+from configs.home import Home
+from configs.platform import PlatformAddresses, addresses
+from services import lookup
+
+
+class Platform:
+    """A connection to the running platform; services are looked up once and again after `forget`."""
+
+    def __init__(self, addresses: PlatformAddresses, client: Client, cluster: ClusterSpec, home: Home) -> None:
+        self.addresses = addresses
+        self.client = client
+        self.cluster = cluster
+        self.home = home
+        self._services: dict[str, lookup.Service] = {}
+
+    async def service(self, name: str) -> lookup.Service:
+        """The service `name`.
+
+        Raises:
+            ServiceUnavailable: if it is not published or lost.
+        """
+        if name not in self._services:
+            self._services[name] = await lookup.service(name, self.client, timeout_s=self.cluster.call_timeout_s)
+        return self._services[name]
+
+    def forget(self) -> None:
+        """Look services up again at the next use; for callers that saw ServiceUnavailable."""
+        self._services.clear()
+
+    async def scheduler(self) -> lookup.Service:
+        """The Training Scheduler."""
+        return await self.service(lookup.SCHEDULER)
+
+    async def training(self) -> lookup.Service:
+        """The Training Model Service."""
+        return await self.service(lookup.TRAINING)
+
+    async def inference(self) -> lookup.Service:
+        """The Inference Model Service."""
+        return await self.service(lookup.INFERENCE)
+
+    async def environments(self) -> lookup.Service:
+        """The Environment Service."""
+        return await self.service(lookup.ENVIRONMENTS)
+
+    async def metrics(self) -> lookup.Service:
+        """The Metrics Service."""
+        return await self.service(lookup.METRICS)
+
+
+@asynccontextmanager
+async def platform_connection() -> AsyncIterator[Platform]:
+    """Connect to the platform of `JOYNEXUS_HOME`.
+
+    Raises:
+        ServiceUnavailable: if none runs there.
+    """
+    home = Home.from_environment()
+    found = addresses(home)
+    client = await lookup.connect(found.dask_scheduler)
+    try:
+        yield Platform(found, client, presets.cluster(found.cluster), home)
+    finally:
+        await client.close()

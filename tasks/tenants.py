@@ -1,0 +1,98 @@
+"""Opening and closing a tenant's workload across the services, and its output folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from configs.backend import BackendConfig
+from configs.workload import WorkloadSpec
+from services.admission import admit
+from tasks.connection import Platform
+
+
+@dataclass(frozen=True)
+class OpenedTenant:
+    """A tenant whose workload runs: its configuration, output folder and MLflow run."""
+
+    backend: BackendConfig
+    folder: Path
+    mlflow_run: str
+
+    @property
+    def name(self) -> str:
+        """The tenant's name."""
+        return self.backend.policy.tenant
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as the services take it."""
+        return self.backend.model_dump(mode="json")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace `path` at once by `value` as JSON."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+@task(task_run_name="open tenant {workload.tenant.name}", cache_policy=NO_CACHE)
+async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -> OpenedTenant:
+    """Admit a workload and give it its slots, bounds, output folder and MLflow run.
+
+    Raises:
+        SpecError: if the workload is refused; nothing was started.
+        Conflict: if a workload of this policy is running.
+    """
+    backend = await asyncio.to_thread(admit, workload, platform.home, platform.cluster)
+    scheduler = await platform.scheduler()
+    # First of all: it refuses a second workload of this policy before the first one's slots are touched.
+    await scheduler.register_policy(backend.scheduler_policy())
+    try:
+        folder = platform.home.tenant(workload.tenant.name) / "workloads" / run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "workload.yaml").write_text(yaml.safe_dump(workload.model_dump(mode="json"), sort_keys=False))
+        write_json(folder / "backend.json", backend.model_dump(mode="json"))
+        fresh = workload.start == "fresh"
+        config = backend.model_dump(mode="json")
+        training, inference, metrics = await platform.training(), await platform.inference(), await platform.metrics()
+        slot = await training.open_slot(config, str(folder), fresh=fresh)
+        await inference.open_policy(config["policy"], fresh=fresh)
+        if slot["version"] > 0:
+            await training.publish(workload.tenant.name)
+        parameters = {
+            "base_model": workload.base_model,
+            "action_module": workload.action_module.kind,
+            "schema_signature": backend.policy.schema_signature,
+            **{f"algorithm.{k}": v for k, v in workload.algorithm.model_dump(mode="json").items() if k != "optimizer"},
+            **{f"optimizer.{k}": v for k, v in workload.algorithm.optimizer.model_dump(mode="json").items()},
+        }
+        run = await metrics.open_run(workload.tenant.name, workload.task, parameters)
+    except BaseException:
+        await scheduler.close_policy(backend.policy_key, "the workload could not be opened")
+        raise
+    return OpenedTenant(backend, folder, run)
+
+
+@task(task_run_name="close workload of {tenant.name}", cache_policy=NO_CACHE)
+async def close_workload(platform: Platform, tenant: OpenedTenant, reason: str, status: str) -> list[str]:
+    """End a workload: whatever is left of its jobs is dropped and their partitions cleared; the slot keeps serving."""
+    from storage.partitions import PartitionStore
+
+    scheduler, metrics = await platform.scheduler(), await platform.metrics()
+    dropped: list[str] = await scheduler.close_policy(tenant.backend.policy_key, reason)
+    store = PartitionStore(platform.home.partitions)
+    for job_id in dropped:
+        job = await scheduler.job(job_id)
+        await asyncio.to_thread(store.clear, job["partition_id"])
+    await metrics.close_run(tenant.mlflow_run, status)
+    return dropped

@@ -24,11 +24,14 @@ from services.environments.adapter import Adapter, StepResult
 renderer.select()
 
 import gymnasium  # noqa: E402
+import sapien  # noqa: E402
 import torch  # noqa: E402
 from mani_skill.envs import sapien_env  # noqa: E402
 from mani_skill.envs.utils.system.backend import BackendInfo  # noqa: E402
+from mani_skill.render import ShaderConfig  # noqa: E402
+from mani_skill.sensors import camera  # noqa: E402
 
-from services.environments import light_visuals  # noqa: E402
+from services.environments import light_visuals, shader_pack  # noqa: E402
 
 
 def make_adapter(spec: Mapping[str, Any]) -> Adapter:
@@ -93,6 +96,7 @@ class ManiSkillTask:
                 reward_mode="normalized_dense",
                 control_mode=self._spec["control_mode"],
                 sensor_configs={"shader_pack": "minimal", **sizes},
+                human_render_camera_configs={"shader_pack": "minimal"},  # never rendered; saves another pack
                 sim_backend="physx_cuda" if self._spec["backend"] == "gpu" else "physx_cpu",
                 reconfiguration_freq=0,
             ).unwrapped
@@ -230,14 +234,15 @@ def _stack(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 @contextmanager
 def _render_device() -> Iterator[None]:
-    """Let ManiSkill render on the device that can.
+    """Let ManiSkill render on the device that can, with the shader pack whose first picture is quick.
 
     Its `render_backend` is a string split at ":", which cannot name SwiftShader's `pci:0000:00:00.0`.
     """
     device = renderer.device()
     if device is None:
         raise EnvironmentFault(renderer.check() or "renderer: no Vulkan device here can render; check its driver")
-    parse = sapien_env.parse_sim_and_render_backend
+    parse, set_pack = sapien_env.parse_sim_and_render_backend, camera.set_shader_pack
+    pack = shader_pack.without_environment_map()
 
     def with_device(sim_backend: str, _render_backend: str) -> BackendInfo:
         # "cpu" can always be parsed; the device it gives is replaced.
@@ -246,8 +251,13 @@ def _render_device() -> Iterator[None]:
         info.render_backend = "sapien_cuda" if device.is_cuda() else str(device)
         return info
 
-    sapien_env.parse_sim_and_render_backend = with_device
+    def with_pack(config: ShaderConfig) -> None:
+        set_pack(config)
+        if config.shader_pack == "minimal":
+            sapien.render.set_camera_shader_dir(pack)
+
+    sapien_env.parse_sim_and_render_backend, camera.set_shader_pack = with_device, with_pack
     try:
         yield
     finally:
-        sapien_env.parse_sim_and_render_backend = parse
+        sapien_env.parse_sim_and_render_backend, camera.set_shader_pack = parse, set_pack

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import sapien
 
-# A small picture must show where the gripper is: arm, hand and fingers differ in colour.
-_COLOURS = (("finger", (0.1, 0.1, 0.12, 1.0)), ("hand", (0.1, 0.65, 0.75, 1.0)), ("", (0.85, 0.85, 0.87, 1.0)))
+_ARM = (0.85, 0.85, 0.87, 1.0)
+_FINGER = (0.25, 0.25, 0.28, 1.0)
 
 
 def apply(env: Any) -> None:
     """Change what cameras of the ManiSkill environment `env` (unwrapped) see."""
     for link in env.agent.robot.links:
-        colour = next(colour for part, colour in _COLOURS if part in link.name)
+        colour = _FINGER if "finger" in link.name else _ARM
         for component in link._objs:
             _show_hulls(component.entity, component.collision_shapes, colour)
     ground = getattr(getattr(env, "table_scene", None), "ground", None)
@@ -52,11 +52,6 @@ def _hull(shape: Any, colour: tuple[float, ...]) -> Any:
     if isinstance(shape, physx.PhysxCollisionShapeConvexMesh):
         corners = (np.asarray(shape.vertices, np.float32) * np.asarray(shape.scale, np.float32))[shape.triangles]
         normals = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
-        # PhysX does not promise a winding; a convex hull's normals point away from its centre.
-        outward = corners.mean(axis=1) - corners.mean(axis=(0, 1))
-        inward = np.einsum("ij,ij->i", normals, outward) < 0
-        normals[inward] *= -1
-        corners[inward] = corners[inward][:, ::-1]
         normals /= np.maximum(np.linalg.norm(normals, axis=1, keepdims=True), 1e-12)
         # Each triangle has corners of its own, so that the hull is shaded flat and its edges are seen.
         count = 3 * len(corners)

@@ -48,6 +48,11 @@ class Home:
         return self.root / "datasets"
 
     @property
+    def models(self) -> Path:
+        """Base models pretrained here."""
+        return self.root / "models"
+
+    @property
     def prefect(self) -> Path:
         """Prefect's home: its database and profiles."""
         return self.root / "prefect"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from storage.demonstrations import LeRobotDataset
 
 from configs.errors import SpecError, refusal
 from configs.workload import WorkloadSpec
 from flows.workload import run_workload
+from storage.demonstrations import LeRobotDataset
 from tasks.connection import Platform
 from tasks.jobs import build_sft_batch
 from tasks.tenants import OpenedTenant

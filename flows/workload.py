@@ -7,18 +7,18 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from prefect.runtime import flow_run
-from tasks.adapters import register_adapter
-from tasks.artifacts import publish_workload_report
 
 from configs.errors import JoyNexusError
 from configs.requests import EvaluateRequest
 from configs.workload import WorkloadSpec
 from flows.evaluate import evaluate
+from tasks.adapters import register_adapter
+from tasks.artifacts import publish_workload_report
 from tasks.connection import Platform, platform_connection
 from tasks.tenants import OpenedTenant, close_workload, open_tenant, write_json
 
 Producer = Callable[[Platform, OpenedTenant, str], Coroutine[Any, Any, None]]
-_WAIT_S = 30.0
+_WAIT_S = 5.0
 
 
 async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, Any]:
@@ -36,6 +36,8 @@ async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, A
         ended, reason = "FAILED", "the workload failed"
         try:
             report = await _run(platform, tenant, produce, run_id)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
             ended, reason = "FINISHED", "the workload is done"
         except asyncio.CancelledError:
             ended, reason = "KILLED", "the workload was cancelled"
@@ -49,23 +51,17 @@ async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, A
 
 async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_id: str) -> dict[str, Any]:
     evaluation, name = tenant.backend.evaluation, tenant.name
-    before = await _evaluate(tenant) if evaluation and evaluation.before else None
-    producing = asyncio.create_task(produce(platform, tenant, run_id))
-    idle = asyncio.create_task(_until_idle(platform, tenant))
-    try:
-        await asyncio.wait({producing, idle}, return_when=asyncio.FIRST_EXCEPTION)
-        for done in (producing, idle):
-            if done.done():
-                done.result()
-        counts = await idle
-    finally:
-        producing.cancel()
-        idle.cancel()
-        await asyncio.gather(producing, idle, return_exceptions=True)
+    before = await _evaluate(platform, tenant) if evaluation and evaluation.before else None
+    async with asyncio.TaskGroup() as group:
+        producing = group.create_task(produce(platform, tenant, run_id))
+        idle = group.create_task(_until_idle(platform, tenant))
+        await idle
+        producing.cancel()  # it waits for an admission that will not come
+    counts = idle.result()
     training = await platform.training()
     version = await training.publish(name)
-    after = await _evaluate(tenant) if evaluation else None
-    blanked = await _evaluate(tenant, blanked=True) if evaluation and evaluation.blanked else None
+    after = await _evaluate(platform, tenant) if evaluation else None
+    blanked = await _evaluate(platform, tenant, blanked=True) if evaluation and evaluation.blanked else None
     adapter = None
     if tenant.backend.outputs.register_adapter:
         adapter = await register_adapter(platform, tenant, run_id, after)
@@ -96,12 +92,18 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant) -> dict[str, int
     Raises:
         JoyNexusError: if more jobs failed or were dropped than the target asks for; it will not be met then.
     """
-    scheduler = await platform.scheduler()
+    scheduler, evaluation = await platform.scheduler(), tenant.backend.evaluation
     key, target = tenant.backend.policy_key, tenant.backend.algorithm.jobs
+    every = evaluation.every_jobs if evaluation else None
+    evaluated = 0
     while True:
         counts: dict[str, Any] = await scheduler.wait_policy_idle(key, timeout_s=_WAIT_S)
         if counts["idle"]:
             return counts
+        if every is not None and counts["completed"] // every > evaluated:
+            evaluated = counts["completed"] // every
+            await (await platform.training()).publish(tenant.name)
+            await _evaluate(platform, tenant)
         lost = counts.get("failed", 0) + counts.get("dropped", 0)
         if lost > max(3, target):
             jobs = await scheduler.jobs(policy_key=key, states=["failed", "dropped"], limit=1)
@@ -110,7 +112,7 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant) -> dict[str, int
             )
 
 
-async def _evaluate(tenant: OpenedTenant, *, blanked: bool = False) -> dict[str, Any]:
+async def _evaluate(platform: Platform, tenant: OpenedTenant, *, blanked: bool = False) -> dict[str, Any]:
     evaluation = tenant.backend.evaluation
     assert evaluation is not None
     results = await evaluate(
@@ -124,4 +126,9 @@ async def _evaluate(tenant: OpenedTenant, *, blanked: bool = False) -> dict[str,
             blanked=blanked,
         )
     )
-    return results[0]
+    result = results[0]
+    metrics = await platform.metrics()
+    prefix = "evaluation_blanked" if blanked else "evaluation"
+    curves = {f"{prefix}/{name}": float(result[name]) for name in ("success_rate", "mean_return", "mean_length")}
+    await metrics.log(tenant.mlflow_run, curves, step=result["policy_version"])
+    return result

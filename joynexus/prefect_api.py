@@ -6,6 +6,8 @@ pay.
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +17,7 @@ from configs.errors import ServiceUnavailable, UnknownObject
 
 WORK_POOL = "joynexus"
 OPEN_STATES = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
+_RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 TERMINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
 
@@ -40,13 +43,18 @@ class PrefectApi:
             return False
 
     async def _call(self, method: str, path: str, body: Any = None, allow: Iterable[int] = ()) -> Any:
-        try:
-            response = await self._http.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            raise ServiceUnavailable(
-                f"prefect_api_url: {self.url} does not answer ({type(error).__name__}); "
-                "possible: a running Prefect server; see `joynexus status`"
-            ) from None
+        for delay_s in (*_RETRY_DELAYS_S, None):
+            try:
+                response = await self._http.request(method, path, json=body)
+            except httpx.HTTPError as error:
+                raise ServiceUnavailable(
+                    f"prefect_api_url: {self.url} does not answer ({type(error).__name__}); "
+                    "possible: a running Prefect server; see `joynexus status`"
+                ) from None
+            # 503 is Prefect's word for "sqlite was locked, ask again"; all our calls may be repeated.
+            if response.status_code != 503 or delay_s is None:
+                break
+            await asyncio.sleep(delay_s)
         if response.status_code in allow:
             return None
         if response.status_code >= 400:
@@ -77,7 +85,12 @@ class PrefectApi:
 
     async def start(self, flow: str, parameters: dict[str, Any], name: str | None = None) -> str:
         """Start a run of the deployment `flow/flow` now; returns the flow run's id."""
-        body: dict[str, Any] = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+        # The key makes a repeated call return the run that the first one made.
+        body: dict[str, Any] = {
+            "parameters": parameters,
+            "state": {"type": "SCHEDULED"},
+            "idempotency_key": uuid.uuid4().hex,
+        }
         if name is not None:
             body["name"] = name
         deployment = await self.deployment_id(flow)
@@ -98,6 +111,11 @@ class PrefectApi:
             body["deployments"] = {"name": {"any_": [flow]}}
         rows = await self._call("POST", "flow_runs/filter", body)
         return [r for r in rows if scheduled_by_clock or not (r["auto_scheduled"] and r["state_type"] == "SCHEDULED")]
+
+    async def runs_with_tag(self, tag: str, *, offset: int = 0) -> list[dict[str, Any]]:
+        """Up to 200 flow runs that carry `tag`, from `offset` on, in a fixed order."""
+        body = {"flow_runs": {"tags": {"all_": [tag]}}, "sort": "ID_DESC", "limit": 200, "offset": offset}
+        return list(await self._call("POST", "flow_runs/filter", body))
 
     async def end(self, flow_run_id: str, state: str, message: str) -> None:
         """Force the run into a terminal state."""

@@ -130,6 +130,21 @@ class InferenceModelService:
         self._tenants[tenant] = ServingPolicies(policy, self._max_pinned)
         return {"version": version}
 
+    async def open_adapter(self, reference: str) -> dict[str, Any]:
+        """Resolve `models:/NAME@ALIAS` or `models:/NAME/VERSION` once and serve that version under a name of its own.
+
+        Returns:
+            {"serving": name to predict or evaluate with, "adapter": `models:/NAME/VERSION`, "policy_version"}; each
+            opening needs one `close_policy(serving)`.
+        """
+        metrics = await lookup.peer(lookup.METRICS, timeout_s=120)
+        found = await metrics.resolve(reference)
+        version = int(found.manifest["policy_version"])
+        serving = f"adapter-{found.name.replace('.', '-')}-{found.version}-{secrets.token_hex(3)}"
+        config = PolicyConfig.model_validate(found.manifest["policy"]).model_copy(update={"tenant": serving})
+        await self.open_policy(config.model_dump(mode="json"), fresh=True, version=version, tensors=found.params)
+        return {"serving": serving, "adapter": f"models:/{found.name}/{found.version}", "policy_version": version}
+
     async def close_policy(self, tenant_id: str) -> None:
         """Forget a tenant's serving state. Closing twice is harmless."""
         self._tenants.pop(tenant_id, None)

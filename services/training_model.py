@@ -55,6 +55,7 @@ class TrainingModelService:
         self._slots: dict[str, PolicySlot] = {}
         self._configs: dict[str, BackendConfig] = {}  # {policy_key: configuration}
         self._folders: dict[str, Path] = {}  # {policy_key: output folder of the workload}
+        self._jobs_trained: dict[str, int] = {}  # {policy_key: jobs since its workload was opened}
         self._locks: dict[str, asyncio.Lock] = {}  # {tenant: lock}; one order of updates a slot
         self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()  # {job_id: result}; a re-sent job is done once
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="train-compute")
@@ -111,6 +112,7 @@ class TrainingModelService:
             self._slots[tenant] = slot
             self._configs[backend.policy_key] = backend
             self._folders[backend.policy_key] = Path(folder)
+            self._jobs_trained[backend.policy_key] = 0
             return {"version": slot.version, "bytes": slot.num_bytes}
 
     async def close_slot(self, tenant_id: str) -> None:
@@ -128,7 +130,8 @@ class TrainingModelService:
         """Consume a leased job's partition as consecutive microbatches; commit a checkpoint, then the slot.
 
         Returns:
-            {"version", "optimizer_steps", "metrics", "seconds", "checkpoint"}; the same again for a job done before.
+            {"version", "optimizer_steps", "metrics", "seconds", "checkpoint", "register"} (whether the workload's
+            cadence asks for an adapter version now); the same again for a job done before.
 
         Raises:
             TenantFault: if the tenant's numbers are not finite; the slot stays as it was.
@@ -150,6 +153,9 @@ class TrainingModelService:
                 manifest = self._manifest(job, backend, trained)
                 result["checkpoint"] = await self._run(self._files, trained.save, folder, backend.policy_key, manifest)
             self._slots[tenant] = trained
+            self._jobs_trained[backend.policy_key] = trained_jobs = self._jobs_trained.get(backend.policy_key, 0) + 1
+            every = backend.outputs.register_every_jobs
+            result["register"] = every is not None and trained_jobs % every == 0
             self._done[job["job_id"]] = result
             while len(self._done) > _REMEMBERED_JOBS:
                 self._done.popitem(last=False)
@@ -208,6 +214,22 @@ class TrainingModelService:
         inference = await lookup.peer(lookup.INFERENCE, timeout_s=60)
         await inference.load_weights(**payload)
         return int(payload["version"])
+
+    async def register_adapter(self, tenant_id: str, policy_key: str, job_tag: str) -> dict[str, Any]:
+        """Register the tenant's current parameters in MLflow, once a `job_tag`; returns name and versions."""
+        backend = self._config(policy_key)
+        async with self._lock(tenant_id):
+            slot = self._slot(tenant_id)
+            params, manifest = slot.parameters(), self._manifest(None, backend, slot)
+        tags = {
+            "tenant": tenant_id,
+            "policy_version": str(manifest["policy_version"]),
+            "schema_signature": backend.policy.schema_signature,
+            "base_model": backend.policy.base_model.name,
+        }
+        metrics = await lookup.peer(lookup.METRICS, timeout_s=120)
+        version = await metrics.register_adapter(policy_key, params, manifest, tags, job_tag)
+        return {"name": policy_key, "version": version, "policy_version": manifest["policy_version"]}
 
     async def save(self, tenant_id: str, policy_key: str) -> dict[str, Any]:
         """Write a checkpoint (parameters, optimizer, random state) of the current version now."""

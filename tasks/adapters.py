@@ -10,6 +10,8 @@ from prefect.cache_policies import NO_CACHE
 from tasks.connection import Platform
 from tasks.tenants import OpenedTenant
 
+SUCCESS = "success_rate"
+
 
 @task(task_run_name="register {tenant.backend.policy_key}", cache_policy=NO_CACHE)
 async def register_adapter(
@@ -21,17 +23,13 @@ async def register_adapter(
         platform: the connection.
         tenant: whose adapter.
         job_tag: names the registration, so that repeating it finds the version it made.
-        evaluation: result of the evaluation of exactly this policy version, or None.
+        evaluation: result of an evaluation; it counts only if it was of exactly this policy version.
     """
     training, metrics = await platform.training(), await platform.metrics()
-    saved = await training.save(tenant.name, tenant.backend.policy_key)
-    metric = None if evaluation is None else float(evaluation["success_rate"])
-    registered: dict[str, Any] = await metrics.register_adapter(
-        name=tenant.backend.policy_key,
-        checkpoint=str(tenant.folder / "checkpoints"),
-        version=saved["version"],
-        job_tag=job_tag,
-        run_id=tenant.mlflow_run,
-        metric=metric,
-    )
+    await training.save(tenant.name, tenant.backend.policy_key)
+    registered: dict[str, Any] = await training.register_adapter(tenant.name, tenant.backend.policy_key, job_tag)
+    if evaluation is not None and evaluation["policy_version"] == registered["policy_version"]:
+        name, version = registered["name"], registered["version"]
+        champion = await metrics.champion_if_best(name, version, SUCCESS, float(evaluation["success_rate"]))
+        registered["champion"] = champion == version
     return registered

@@ -10,7 +10,6 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
 from configs import presets
-from configs.backend import PolicyConfig
 from configs.errors import SpecError, refusal
 from configs.requests import EvaluateRequest
 from tasks.connection import Platform
@@ -40,18 +39,8 @@ async def resolve_target(platform: Platform, target: str) -> Target:
         if "/" in target or ":" in target:
             raise SpecError(refusal("targets", target, "a tenant's name or models:/NAME@ALIAS", "use one of them"))
         return Target(target, None)
-    metrics = await platform.metrics()
-    found = await metrics.resolve(target)
-    config = PolicyConfig.model_validate(found["manifest"]["policy"])
-    serving = f"adapter-{found['name'].replace('.', '-')}-{found['version']}"
-    version = int(found["manifest"]["policy_version"])
-    await inference.open_policy(
-        config.model_copy(update={"tenant": serving}).model_dump(mode="json"),
-        fresh=True,
-        version=version,
-        tensors=found["params"],
-    )
-    return Target(serving, version, f"models:/{found['name']}/{found['version']}", temporary=True)
+    opened = await inference.open_adapter(target)
+    return Target(opened["serving"], opened["policy_version"], opened["adapter"], temporary=True)
 
 
 @task(task_run_name="evaluate {target.serving}", cache_policy=NO_CACHE)

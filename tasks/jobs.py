@@ -11,10 +11,10 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from storage.demonstrations import LeRobotDataset
 
 from configs.algorithm import PpoSpec, SftSpec
 from configs.errors import JoyNexusError, LeaseLost
+from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
 from storage.sample_order import sample_indices
 from tasks.connection import Platform
@@ -162,6 +162,8 @@ async def train_job(platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
     curves = {f"train/{k}": float(v) for k, v in result["metrics"].items()}
     curves["train/policy_version"] = float(result["version"])
     await metrics.log(job["metadata"]["mlflow_run"], curves, step=int(result["version"]))
+    if result["register"]:
+        await training.register_adapter(job["tenant_id"], job["policy_key"], job["job_id"])
     return result
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from distributed import Client
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from services.metrics import MetricsService
-from services.mirror import PrefectMirror
 
 from configs.errors import ServiceUnavailable
 from services import lookup
 from services.environment_service import EnvironmentService
 from services.inference_model import InferenceModelService
+from services.metrics import MetricsService
+from services.mirror import PrefectMirror
 from services.training_model import TrainingModelService
 from services.training_scheduler import TrainingScheduler
 from tasks.connection import Platform

@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
-import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from configs import errors
 from configs.errors import JoyNexusError, SpecError, refusal
-from services.group_commit import GroupCommit
+from services.actor_reply import on_its_way
 from services.scheduler_events import (
     AwaitAdmission,
     ClosePolicy,
@@ -31,8 +27,6 @@ from services.scheduler_events import (
     DropIfStale,
     Event,
     Fail,
-    Forget,
-    Instruction,
     Lease,
     Mark,
     Prune,
@@ -40,17 +34,11 @@ from services.scheduler_events import (
     Release,
     Renew,
     Reserve,
-    Tick,
-    Wake,
-    Write,
-    WriteJob,
 )
 from services.scheduler_records import LEASED, READY, STAGES, STATES
+from services.scheduler_shell import SchedulerShell
 from services.scheduler_snapshot import idle_report, snapshot
-from services.scheduler_state import SchedulerState
-from storage.journal import Journal, Record
 
-logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 _VERBS: dict[str, Callable[..., Event]] = {}  # {name: what makes its event}, filled by `_verb`
 
@@ -68,32 +56,11 @@ def _verb(
     return method
 
 
-class TrainingScheduler:
-    """Decides what is trained next. Job descriptors are dictionaries with the fields of `scheduler_records.Job`."""
+class TrainingScheduler(SchedulerShell):
+    """Decides what is trained next: `TrainingScheduler(journal_path, max_active_rollouts)`.
 
-    def __init__(self, journal_path: str, max_active_rollouts: int) -> None:
-        """Open the journal and restore from it alone.
-
-        Args:
-            journal_path: SQLite file on a local disk, made if missing.
-            max_active_rollouts: RL jobs in `reserved` at one time, over all tenants.
-        """
-        self._state = SchedulerState(max_active_rollouts)
-        self._journal = Journal(Path(journal_path))
-        self._state.restore(
-            now=time.time(),
-            counters=self._journal.facts("counters").get("", {}),
-            tenants=self._journal.facts("tenant"),
-            policies=self._journal.facts("policy"),
-            jobs=self._journal.jobs(),
-        )
-        self._commits: GroupCommit[Record] = GroupCommit(self._take, self._journal.commit)
-        self._records: list[Record] = []  # facts, changes and jobs to forget, since the last group
-        self._moved: set[str] = set()  # ids of jobs that changed since the last group
-        self._reads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal-read")
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # {topic: who waits for it}
-        self._timer: asyncio.TimerHandle | None = None  # runs at the time `_timer_due`
-        self._timer_due = math.inf
+    Job descriptors are dictionaries with the fields of `scheduler_records.Job`.
+    """
 
     # Policies.
 
@@ -117,8 +84,10 @@ class TrainingScheduler:
         After `timeout_s` it returns too, with `idle` False.
         """
         policy = self._state.policy(policy_key)
-        await self._until(lambda: idle_report(self._policy(policy_key))["idle"], [f"policy:{policy.key}"], timeout_s)
-        return await self._read(lambda: idle_report(self._policy(policy_key)))
+        await self._until(
+            lambda: idle_report(self._state.policy(policy_key))["idle"], [f"policy:{policy.key}"], timeout_s
+        )
+        return await self._read(lambda: idle_report(self._state.policy(policy_key)))
 
     # Producers.
 
@@ -285,7 +254,7 @@ class TrainingScheduler:
                     results.append({"reply": None, "error": {"kind": type(error).__name__, "message": str(error)}})
         finally:
             await self._commits.durable()
-        return results
+        return on_its_way(results)
 
     # Whoever looks.
 
@@ -339,22 +308,6 @@ class TrainingScheduler:
         """Forget terminal jobs that ended longer ago, with their stories; returns how many."""
         return Prune(self._now(), self._now() - older_than_s)
 
-    async def close(self) -> None:
-        """Write what is left and close the journal. Not needed for safety: a kill loses nothing that was answered."""
-        if self._timer is not None:
-            self._timer.cancel()
-        await self._commits.close()
-        self._reads.shutdown()
-        self._journal.close()
-
-    # Inside.
-
-    def _now(self) -> float:
-        return time.time()
-
-    def _policy(self, policy_key: str) -> Any:
-        return self._state.policy(policy_key)
-
     def _event(self, command: dict[str, Any]) -> Event:
         arguments = {key: value for key, value in command.items() if key != "verb"}
         verb = command.get("verb")
@@ -364,97 +317,6 @@ class TrainingScheduler:
             return _VERBS[verb](self, **arguments)
         except TypeError as error:
             raise SpecError(refusal(f"{verb} arguments", sorted(arguments), str(error), "correct them")) from None
-
-    def _feed(self, event: Event) -> Any:
-        """Let an event happen now; the caller awaits `durable` before it answers."""
-        self._commits.check()
-        outcome = self._state.handle(event)
-        self._carry_out(outcome.instructions)
-        self._set_timer()
-        if outcome.error is not None:
-            logger.debug("%s refused: %s", type(event).__name__, outcome.error)
-            raise outcome.error
-        return outcome.reply
-
-    async def _do(self, event: Event) -> Any:
-        try:
-            return self._feed(event)
-        finally:  # a refusal, too, speaks of a state that has to be on disk
-            await self._commits.durable()
-
-    async def _read(self, look: Callable[[], Any]) -> Any:
-        """What `look` sees, after it is on disk."""
-        found = look()
-        await self._commits.durable()
-        return found
-
-    def _carry_out(self, instructions: tuple[Instruction, ...]) -> None:
-        topics: set[str] = set()
-        for instruction in instructions:
-            if isinstance(instruction, Write):
-                self._records.append(Record(instruction.kind, instruction.key, instruction.body))
-            elif isinstance(instruction, WriteJob):
-                self._moved.add(instruction.job_id)
-                topics.add("changes")
-            elif isinstance(instruction, Wake):
-                topics.add(instruction.topic)
-            elif isinstance(instruction, Forget):
-                self._moved.discard(instruction.job_id)
-                self._records.append(Record("job", instruction.created_seq, None))
-        if self._records or self._moved:
-            self._commits.touch()
-        for topic in topics:
-            for waiter in self._waiters.pop(topic, ()):
-                if not waiter.done():
-                    waiter.set_result(None)
-
-    def _take(self) -> list[Record]:
-        """A group: what is to be written, as of now. No event happens meanwhile, so it is one consistent state."""
-        records, moved = self._records, self._moved
-        self._records, self._moved = [], set()
-        jobs = map(self._state.jobs.__getitem__, moved)
-        records.extend(Record("job", job.created_seq, job.describe()) for job in jobs)
-        records.append(Record("counters", "", dict(self._state.counters)))
-        return records
-
-    async def _until(self, holds: Callable[[], bool], topics: list[str], timeout_s: float) -> bool:
-        """Look, and look again whenever a topic is woken, until it `holds` or the time is over."""
-        deadline = time.monotonic() + timeout_s
-        while not holds():
-            left = deadline - time.monotonic()
-            if left <= 0 or not await self._wait(topics, left):
-                return holds()
-        return True
-
-    async def _wait(self, topics: list[str], timeout_s: float) -> bool:
-        """True when a topic was woken, False when the time was over first."""
-        self._set_timer()
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        for topic in topics:
-            self._waiters.setdefault(topic, set()).add(waiter)
-        try:
-            done, _ = await asyncio.wait([waiter], timeout=timeout_s)
-        finally:
-            for topic in topics:
-                self._waiters.get(topic, set()).discard(waiter)
-        return bool(done)
-
-    def _set_timer(self) -> None:
-        """Have the state look at the clock when its next lease or place runs out."""
-        due = self._state.next_deadline()
-        if due is None or due >= self._timer_due:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_due = due
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._now()), self._time_is_up)
-
-    def _time_is_up(self) -> None:
-        self._timer, self._timer_due = None, math.inf
-        try:
-            self._feed(Tick(self._now()))
-        except JoyNexusError as error:
-            logger.error("leases do not expire any more: %s", error)
 
     def _select(self, policy_key: str | None, states: Sequence[str] | None, limit: int | None) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

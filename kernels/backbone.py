@@ -88,7 +88,8 @@ class Backbone:
         tokenizer: PreTrainedTokenizerBase,
         processor: Qwen2VLImageProcessorPil,
     ) -> None:
-        width = int(model.config.text_config.hidden_size)
+        self.model: Any = model.requires_grad_(False).eval()
+        width = int(self.model.get_input_embeddings().weight.shape[1])
         if width != spec.hidden_width:
             raise SpecError(
                 refusal("hidden_width", spec.hidden_width, f"{width}, the checkpoint's", f"correct preset {spec.name}")
@@ -100,7 +101,7 @@ class Backbone:
         rows, columns = self.patches.grid
         merge = self.patches.merge
         self.prompts = PromptBuilder(tokenizer, spec, self.patches.tokens, (rows // merge, columns // merge))
-        self.model = model.to(spec.device).eval().requires_grad_(False)
+        self.model.to(spec.device)
         self.model.visual.set_attn_implementation(EQUAL_PICTURES)
         self._picture_shape = lru_cache(maxsize=256)(self._compute_picture_shape)
 

@@ -31,7 +31,9 @@ class Normaliser:
         TenantFault: if the statistics are not finite, negative or of unequal width, or an exempt one is not there.
     """
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], exempt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, mean: Sequence[float] | np.ndarray, std: Sequence[float] | np.ndarray, exempt: Sequence[int] = ()
+    ) -> None:
         shift, deviation = np.asarray(mean, np.float64), np.asarray(std, np.float64)
         if shift.ndim != 1 or shift.shape != deviation.shape:
             raise TenantFault(

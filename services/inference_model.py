@@ -25,6 +25,7 @@ from configs.cluster import InferenceBatchingSpec
 from configs.environment import EnvironmentSpec
 from configs.errors import AdmissionRefused, Conflict, EnvironmentFault, JoyNexusError, UnknownObject, refusal
 from configs.home import Home
+from configs.model import BaseModelSpec
 from configs.signature import prefix_key
 from services import lookup
 from services.busy import BusyLog
@@ -45,21 +46,20 @@ class InferenceModelService:
 
     Args:
         home: folder of the installation.
-        base_models: presets to keep resident.
+        base_models: `BaseModelSpec`s as JSON, to keep resident.
         batching: an `InferenceBatchingSpec` as JSON (the paper's B and T).
         max_slots: tenants at one time.
         max_pinned_versions: versions kept a tenant beside the current one.
     """
 
     def __init__(
-        self, home: str, base_models: list[str], batching: dict[str, Any], max_slots: int, max_pinned_versions: int
+        self, home: str, base_models: list[dict[str, Any]], batching: dict[str, Any], max_slots: int, max_pinned_versions: int
     ) -> None:
-        from configs import presets
         from services.resident_models import load_base_models
         from storage.partitions import PartitionStore
 
         self._home = Home(Path(home))
-        self._bases = load_base_models([presets.base_model(name) for name in base_models])
+        self._bases = load_base_models([BaseModelSpec.model_validate(spec) for spec in base_models])
         self._batching = InferenceBatchingSpec.model_validate(batching)
         self._max_slots = max_slots
         self._max_pinned = max_pinned_versions

@@ -21,6 +21,7 @@ from configs.algorithm import PpoSpec
 from configs.backend import BackendConfig
 from configs.errors import Conflict, TenantFault, UnknownObject, refusal
 from configs.home import Home
+from configs.model import BaseModelSpec
 from services import lookup
 from services.busy import BusyLog
 
@@ -40,17 +41,16 @@ class TrainingModelService:
 
     Args:
         home: folder of the installation.
-        base_models: presets to keep resident.
+        base_models: `BaseModelSpec`s as JSON, to keep resident.
         max_slots: tenants at one time.
     """
 
-    def __init__(self, home: str, base_models: list[str], max_slots: int) -> None:
-        from configs import presets
+    def __init__(self, home: str, base_models: list[dict[str, Any]], max_slots: int) -> None:
         from services.resident_models import load_base_models
         from storage.partitions import PartitionStore
 
         self._home = Home(Path(home))
-        self._bases = load_base_models([presets.base_model(name) for name in base_models])
+        self._bases = load_base_models([BaseModelSpec.model_validate(spec) for spec in base_models])
         self._max_slots = max_slots
         self._slots: dict[str, PolicySlot] = {}
         self._configs: dict[str, BackendConfig] = {}  # {policy_key: configuration}

@@ -10,6 +10,7 @@ from distributed import Client
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from configs import presets
 from configs.errors import ServiceUnavailable
 from services import lookup
 from services.environment_service import EnvironmentService
@@ -27,7 +28,7 @@ _PLACE_WITHIN_S = 180.0
 def declarations(platform: Platform) -> dict[str, tuple[str, type, dict[str, Any]]]:
     """{service name: (role, actor class, constructor arguments)}, in the order in which they are placed."""
     cluster, home = platform.cluster, str(platform.home.root)
-    bases = list(cluster.base_models)
+    bases = [presets.base_model(name).model_dump(mode="json") for name in cluster.base_models]
     return {
         lookup.SCHEDULER: (
             "control",

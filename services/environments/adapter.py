@@ -59,9 +59,6 @@ class Adapter(Protocol):
     def scene_positions(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """Privileged positions: `object`, `goal`, `gripper`, each float32 [n, 3]."""
 
-    def expert_action(self, index: int, memory: dict[str, Any]) -> np.ndarray:
-        """The scripted expert's action float32 [A] now; `memory` is empty at the start of an episode."""
-
     def close(self) -> None:
         """Release the simulator."""
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from configs.errors import TenantFault, refusal
 from services.environments.adapter import Adapter
+from services.environments.experts import expert_for
 
 Observation = dict[str, Any]
 """`{"images": {camera: uint8 [B, h, w, 3]}, "proprioception": float32 [B, S], "instructions": list[str]}`."""
@@ -125,6 +126,7 @@ class EnvironmentBatch:
             action t.
         """
         random = np.random.default_rng([seed, 0x0E5BE27])
+        expert = expert_for(self._spec["id"])
         memory: dict[str, Any] = {}
         seen: list[Observation] = []
         wanted, executed, rewards = [], [], []
@@ -133,8 +135,11 @@ class EnvironmentBatch:
         success = False
         for _ in range(self._spec["max_episode_steps"]):
             seen.append(self._observe([0]))
-            action = self._clip(self._adapter.expert_action(0, memory))
-            moved = self._clip(action + noise * random.standard_normal(action.shape).astype(np.float32))
+            positions = {name: rows[0] for name, rows in self._adapter.scene_positions([0]).items()}
+            action = self._clip(expert.act(positions, memory))
+            disturbance = noise * random.standard_normal(action.shape).astype(np.float32)
+            disturbance[list(expert.steady)] = 0
+            moved = self._clip(action + disturbance)
             result = self._adapter.step([0], moved[None])
             wanted.append(action)
             executed.append(moved)

@@ -20,7 +20,7 @@ import gymnasium
 import numpy as np
 
 from configs.errors import EnvironmentFault, SpecError, refusal
-from services.environments import experts, reach
+from services.environments import reach
 from services.environments.adapter import StepResult
 
 
@@ -142,11 +142,6 @@ class GymnasiumAdapter:
             raise EnvironmentFault(f"scene_positions: {self._spec['id']} offers none; add that method to it")
         rows = [method() for method in ask if method is not None]
         return {name: np.stack([row[name] for row in rows]) for name in ("object", "goal", "gripper")}
-
-    def expert_action(self, index: int, memory: dict[str, Any]) -> np.ndarray:
-        """The scripted expert's action, float32 [A]."""
-        positions = {k: v[0] for k, v in self.scene_positions([index]).items()}
-        return experts.expert_for(self._spec["id"])(positions, memory)
 
     def close(self) -> None:
         """Close all environments."""

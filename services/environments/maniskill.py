@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from configs.errors import EnvironmentFault, SpecError, refusal
-from services.environments import experts, renderer
+from services.environments import renderer
 from services.environments.adapter import Adapter, StepResult
 
 # Before sapien is imported, by anyone: Vulkan reads its driver list once.
@@ -206,11 +206,6 @@ class ManiSkillCpuAdapter:
     def scene_positions(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """Privileged positions, each float32 [n, 3]."""
         return _stack([self._tasks[index].scene_positions() for index in indices])
-
-    def expert_action(self, index: int, memory: dict[str, Any]) -> np.ndarray:
-        """The scripted expert's action, float32 [A]."""
-        positions = {name: rows[0] for name, rows in self._tasks[index].scene_positions().items()}
-        return experts.expert_for(self._spec["id"])(positions, memory)
 
     def close(self) -> None:
         """Release all scenes."""

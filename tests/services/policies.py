@@ -1,0 +1,130 @@
+"""Declarations and observations for tests of the model services: small, distinguishable, on the real tiny base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs import presets
+from configs.algorithm import AdamSpec, PpoSpec, SftSpec
+from configs.backend import BackendConfig, PolicyConfig
+from configs.environment import CameraSpec, StatisticsSpec
+from configs.model import BaseModelSpec, OftSpec
+from configs.signature import prefix_key, schema_signature
+from configs.workload import LimitsSpec, OutputsSpec, ResourcesSpec
+from storage.partitions import PartitionStore
+
+BASE = presets.base_model("tiny-qwen3-vl")
+BASES = [BASE.model_dump(mode="json")]
+
+
+def policy(
+    tenant: str,
+    *,
+    state_width: int = 2,
+    action_width: int = 2,
+    horizon: int = 1,
+    seed: int = 0,
+    cameras: tuple[str, ...] = ("top",),
+    base: BaseModelSpec = BASE,
+) -> PolicyConfig:
+    """A tenant's interface."""
+    spec = base
+    module = OftSpec(
+        horizon=horizon,
+        action_width=action_width,
+        state_width=state_width,
+        hidden_width=32,
+        residual_blocks=1,
+        proprioception="head",
+    )
+    shown = tuple(CameraSpec(name=n, height=spec.image_height, width=spec.image_width) for n in cameras)
+    return PolicyConfig(
+        tenant=tenant,
+        base_model=spec,
+        action_module=module,
+        cameras=shown,
+        state=StatisticsSpec(mean=(0.0,) * state_width, std=(1.0,) * state_width),
+        action=StatisticsSpec(mean=(0.5,) * action_width, std=(2.0,) * action_width),
+        seed=seed,
+        schema_signature=schema_signature(spec, module, shown, light_visuals=False),
+    )
+
+
+def backend(
+    tenant: str, task: str = "sft", *, learning_rate: float = 1e-2, seed: int = 0, **interface: Any
+) -> BackendConfig:
+    """A workload as compiled; SFT makes 2 steps of 4 samples a job, PPO 2 epochs over 2 × 4 samples."""
+    adam = AdamSpec(learning_rate=learning_rate)
+    sft = SftSpec(jobs=4, batches_per_job=2, microbatch_size=4, optimizer=adam, seed=seed)
+    ppo = PpoSpec(jobs=4, num_envs=2, rollout_steps=4, epochs=2, microbatch_size=4, optimizer=adam, seed=seed)
+    declared = policy(tenant, seed=seed, **interface)
+    return BackendConfig(
+        policy_key=f"{tenant}.{task}",
+        task="sft" if task == "sft" else "rl",
+        policy=declared,
+        prefix_key=prefix_key(declared.base_model),
+        algorithm=sft if task == "sft" else ppo,
+        sample_count=8,
+        environment=presets.environment("reach") if task == "rl" else None,
+        dataset=None,
+        evaluation=None,
+        evaluation_environment=None,
+        limits=LimitsSpec(),
+        resources=ResourcesSpec(),
+        outputs=OutputsSpec(),
+    )
+
+
+def observation(rows: int, seed: int, *, state_width: int = 2, cameras: tuple[str, ...] = ("top",)) -> dict[str, Any]:
+    """Noise pictures that differ row by row and seed by seed."""
+    rng = np.random.default_rng(seed)
+    return {
+        "images": {name: rng.integers(0, 256, (rows, 64, 64, 3), dtype=np.uint8) for name in cameras},
+        "proprioception": rng.normal(size=(rows, state_width)).astype(np.float32),
+        "instructions": ["reach the red target"] * rows,
+    }
+
+
+def job(config: BackendConfig, number: int = 0) -> dict[str, Any]:
+    """A leased descriptor."""
+    return {
+        "job_id": f"{config.policy.tenant}-{number}",
+        "created_seq": number,
+        "partition_id": f"{config.policy.tenant}-{number}",
+        "policy_key": config.policy_key,
+        "tenant_id": config.policy.tenant,
+        "task_type": config.task,
+        "sample_count": config.sample_count,
+        "behavior_policy_version": None,
+        "metadata": {"schema_signature": config.policy.schema_signature},
+    }
+
+
+def put_demonstrations(
+    root: Path, config: BackendConfig, number: int = 0, *, seed: int = 0, nan: bool = False
+) -> dict[str, Any]:
+    """Write an SFT partition of 8 samples; returns its job."""
+    module = config.policy.action_module
+    seen = observation(8, seed, state_width=module.state_width)
+    action = np.random.default_rng(seed + 1).normal(size=(8, module.horizon, module.action_width)).astype(np.float32)
+    if nan:
+        action[3] = np.nan
+    described = job(config, number)
+    PartitionStore(root).put(
+        described["partition_id"],
+        {
+            "image.top": seen["images"]["top"],
+            "proprioception": seen["proprioception"],
+            "action": action,
+            "action_is_pad": np.zeros(action.shape[:2], bool),
+        },
+        tenant_id=config.policy.tenant,
+        schema_signature=config.policy.schema_signature,
+        policy_version=None,
+        chunk=4,
+        instructions=["reach the red target"],
+    )
+    return described

@@ -1,0 +1,255 @@
+"""The Inference Model Service on the real tiny base: grouping, versions, isolation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from configs.errors import AdmissionRefused, Conflict, TenantFault, UnknownObject
+from kernels import action_modules, tiny_qwen3_vl
+from services.inference_model import InferenceModelService
+from tests.services.policies import BASE, BASES, observation, policy
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., InferenceModelService]:
+    def build(**changes: Any) -> InferenceModelService:
+        arguments = {
+            "home": str(tmp_path_factory.mktemp("home")),
+            "base_models": BASES,
+            "batching": {"max_batch_size": 64, "batch_timeout_s": 0.05},
+            "max_slots": 4,
+            "max_pinned_versions": 2,
+        }
+        return InferenceModelService(**(arguments | changes))
+
+    return build
+
+
+def run(coroutine: Awaitable[T]) -> T:
+    async def main() -> T:
+        return await coroutine
+
+    return asyncio.run(main())
+
+
+def tensors(tenant: str, seed: int, **interface: Any) -> dict[str, np.ndarray]:
+    """Parameters other than the initial ones."""
+    config = policy(tenant, **interface)
+    return action_modules.export_parameters(action_modules.build(config.action_module, config.base_model, seed))
+
+
+async def open_tenants(service: InferenceModelService, *configs: Any) -> None:
+    for config in configs:
+        await service.open_policy(config.model_dump(mode="json"), fresh=True)
+
+
+def test_grouped_equals_single_to_the_bit_for_every_tenant(make: Callable[..., InferenceModelService]) -> None:
+    """Three tenants with other widths, horizons and row counts share a forward; each gets its own bits."""
+    interfaces: dict[str, dict[str, Any]] = {
+        "a": {"seed": 1},
+        "b": {"seed": 2, "state_width": 5, "action_width": 3, "horizon": 2},
+        "c": {"seed": 3},
+    }
+
+    async def main() -> None:
+        service = make()
+        await open_tenants(service, *(policy(t, **i) for t, i in interfaces.items()))
+        seen = {
+            t: observation(rows, seed=rows, state_width=i.get("state_width", 2))
+            for rows, (t, i) in zip((3, 1, 5), interfaces.items(), strict=True)
+        }
+        alone = {t: await service.predict(seen[t], t, seed=7) for t in seen}
+        before = (await service.status())["batches"]
+        grouped = dict(
+            zip(seen, await asyncio.gather(*(service.predict(seen[t], t, seed=7) for t in seen)), strict=True)
+        )
+        assert (await service.status())["batches"] == before + 1, "the three requests shared one forward"
+        for tenant in seen:
+            for name in ("action", "environment_action", "log_prob", "value"):
+                np.testing.assert_array_equal(grouped[tenant][name], alone[tenant][name], err_msg=f"{tenant}.{name}")
+
+    run(main())
+
+
+def test_equal_sized_pictures_are_not_swapped_between_tenants(make: Callable[..., InferenceModelService]) -> None:
+    """Two tenants with equal weights and states but other pictures: each gets the answer to its own picture."""
+
+    async def main() -> None:
+        service = make()
+        await open_tenants(service, policy("a"), policy("b"))
+        first, second = observation(2, 1), observation(2, 2)
+        second["proprioception"] = first["proprioception"]
+        of_a, of_b = await asyncio.gather(service.predict(first, "a"), service.predict(second, "b"))
+        swapped = await service.predict(second, "a")
+        assert not np.array_equal(of_a["action"], of_b["action"])
+        np.testing.assert_array_equal(of_b["action"], swapped["action"])
+
+    run(main())
+
+
+def test_a_tenants_nan_is_its_own_and_neighbours_keep_their_bits(make: Callable[..., InferenceModelService]) -> None:
+    async def main() -> None:
+        service = make()
+        await open_tenants(service, policy("a"), policy("b"), policy("c"))
+        await service.load_weights("c", policy("c").schema_signature, 3, tensors("c", 5))
+        good, bad = observation(2, 1), observation(2, 2)
+        bad["proprioception"][1, 0] = np.nan
+        alone = await service.predict(good, "a")
+        answers = await asyncio.gather(
+            service.predict(good, "a"), service.predict(bad, "b"), service.predict(good, "c"), return_exceptions=True
+        )
+        np.testing.assert_array_equal(answers[0]["action"], alone["action"])  # type: ignore[index]
+        assert isinstance(answers[1], TenantFault)
+        assert "NaN" in str(answers[1])
+        assert answers[2]["policy_version"] == 3  # type: ignore[index]
+        again = observation(2, 2)
+        assert np.isfinite((await service.predict(again, "b"))["action"]).all(), "its slot stays usable"
+
+    run(main())
+
+
+def test_a_wrong_camera_is_refused_with_the_names(make: Callable[..., InferenceModelService]) -> None:
+    async def main() -> None:
+        service = make()
+        await open_tenants(service, policy("a"))
+        with pytest.raises(TenantFault, match=r"(?s)wrist.*top|top.*wrist"):
+            await service.predict(observation(1, 1, cameras=("wrist",)), "a")
+
+    run(main())
+
+
+def test_actions_are_unnormalised_on_the_way_out(make: Callable[..., InferenceModelService]) -> None:
+    """Declared mean 0.5 and std 2: environment action = 2 × action + 0.5."""
+
+    async def main() -> None:
+        service = make()
+        await open_tenants(service, policy("a"))
+        answer = await service.predict(observation(3, 1), "a", seed=1)
+        np.testing.assert_allclose(answer["environment_action"], 2 * answer["action"] + 0.5, rtol=1e-6)
+
+    run(main())
+
+
+def test_each_reply_is_of_one_version_and_names_it(make: Callable[..., InferenceModelService]) -> None:
+    """Loads race with predictions: every reply equals that of the version it names, never a mix."""
+
+    async def main() -> None:
+        service = make()
+        config = policy("a")
+        await open_tenants(service, config)
+        seen = observation(2, 1)
+        expected = {0: await service.predict(seen, "a")}
+        for version in range(1, 5):
+            await service.load_weights("a", config.schema_signature, version, tensors("a", version))
+            expected[version] = await service.predict(seen, "a")
+        assert len({answer["action"].tobytes() for answer in expected.values()}) == 5
+        await service.open_policy(config.model_dump(mode="json"), fresh=True)
+
+        async def load() -> None:
+            for version in range(1, 5):
+                await service.load_weights("a", config.schema_signature, version, tensors("a", version))
+
+        async def ask() -> None:
+            for _ in range(6):
+                answer = await service.predict(seen, "a")
+                np.testing.assert_array_equal(answer["action"], expected[answer["policy_version"]]["action"])
+
+        await asyncio.gather(load(), ask(), ask())
+
+    run(main())
+
+
+def test_pinned_versions_stay_until_released_and_are_bounded(make: Callable[..., InferenceModelService]) -> None:
+    async def main() -> None:
+        service = make()
+        config = policy("a")
+        await open_tenants(service, config)
+        seen = observation(1, 1)
+        old = await service.predict(seen, "a")
+        assert await service.pin("a") == 0
+        for version in range(1, 6):
+            await service.load_weights("a", config.schema_signature, version, tensors("a", version))
+        pinned = await service.predict(seen, "a", policy_version=0)
+        np.testing.assert_array_equal(pinned["action"], old["action"])
+        assert await service.pin("a", 5) == 5
+        with pytest.raises(Conflict, match="at most 2 pinned"):
+            await service.pin("a", 4)
+        await service.release("a", 0)
+        with pytest.raises(Conflict, match=r"policy_version: got 0; possible: \[3, 4, 5\]"):
+            await service.predict(seen, "a", policy_version=0)
+
+    run(main())
+
+
+def test_a_late_publish_does_not_turn_the_clock_back(make: Callable[..., InferenceModelService]) -> None:
+    async def main() -> None:
+        service = make()
+        config = policy("a")
+        await open_tenants(service, config)
+        await service.load_weights("a", config.schema_signature, 2, tensors("a", 2))
+        with pytest.raises(Conflict, match="2 or newer"):
+            await service.load_weights("a", config.schema_signature, 1, tensors("a", 1))
+
+    run(main())
+
+
+def test_a_payload_of_another_interface_is_refused(make: Callable[..., InferenceModelService]) -> None:
+    async def main() -> None:
+        service = make()
+        config, other = policy("a"), policy("a", action_width=3)
+        await open_tenants(service, config)
+        with pytest.raises(Conflict, match="schema_signature"):
+            await service.load_weights("a", other.schema_signature, 1, tensors("a", 1, action_width=3))
+        with pytest.raises(Conflict):
+            await service.load_weights("a", config.schema_signature, 1, tensors("a", 1, action_width=3))
+        broken = {name: np.full_like(value, np.nan) for name, value in tensors("a", 1).items()}
+        with pytest.raises(TenantFault, match="NaN"):
+            await service.load_weights("a", config.schema_signature, 1, broken)
+        assert await service.current_version("a") == 0
+
+    run(main())
+
+
+def test_slots_are_bounded_and_unknown_tenants_are_named(make: Callable[..., InferenceModelService]) -> None:
+    async def main() -> None:
+        service = make(max_slots=1)
+        await open_tenants(service, policy("a"))
+        with pytest.raises(AdmissionRefused, match="1 slots, all taken"):
+            await open_tenants(service, policy("b"))
+        with pytest.raises(UnknownObject, match="got 'b'; possible: a"):
+            await service.predict(observation(1, 1), "b")
+        await service.close_policy("a")
+        await open_tenants(service, policy("b"))
+
+    run(main())
+
+
+def test_requests_go_to_their_own_base(make: Callable[..., InferenceModelService], tmp_path: Path) -> None:
+    """Two resident bases: each tenant's answer is that of a service with its base alone."""
+    second = BASE.model_copy(update={"name": "second", "source": str(tmp_path / "second")})
+    words = tiny_qwen3_vl.tokenizer()
+    for part in (tiny_qwen3_vl.random_model(second, words, 11), words, tiny_qwen3_vl.image_processor()):
+        part.save_pretrained(tmp_path / "second")
+
+    async def main() -> None:
+        alone = [second.model_dump(mode="json")]
+        both, second_only = make(base_models=[*BASES, *alone]), make(base_models=alone)
+        seen = observation(2, 1)
+        a, b = policy("a"), policy("b", base=second)
+        await open_tenants(both, a, b)
+        await open_tenants(second_only, b)
+        of_a, of_b = await asyncio.gather(both.predict(seen, "a"), both.predict(seen, "b"))
+        np.testing.assert_array_equal(of_b["action"], (await second_only.predict(seen, "b"))["action"])
+        assert not np.array_equal(of_a["action"], of_b["action"])
+        with pytest.raises(UnknownObject, match="base_model"):
+            await open_tenants(second_only, a)
+
+    run(main())

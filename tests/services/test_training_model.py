@@ -1,0 +1,265 @@
+"""The Training Model Service on the real tiny base: jobs, isolation between tenants, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.errors import Conflict, DataFault, TenantFault, UnknownObject
+from services.training_model import TrainingModelService
+from tests.services.policies import BASE, BASES, backend, job, observation, put_demonstrations
+
+Parameters = dict[str, np.ndarray]
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> TrainingModelService:
+    return TrainingModelService(str(tmp_path), BASES, 4)
+
+
+def partitions(tmp_path: Path) -> Path:
+    return tmp_path / "partitions"
+
+
+async def opened(service: TrainingModelService, tmp_path: Path, config: Any, *, fresh: bool = True) -> dict[str, Any]:
+    folder = tmp_path / "tenants" / config.policy.tenant / config.task
+    return await service.open_slot(config.model_dump(mode="json"), str(folder), fresh=fresh)
+
+
+async def parameters(service: TrainingModelService, tenant: str) -> Parameters:
+    return dict((await service.export_params(tenant))["tensors"])
+
+
+def equal(a: Parameters, b: Parameters) -> bool:
+    return all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_a_job_makes_one_step_a_microbatch_and_moves_the_version_by_as_many(
+    service: TrainingModelService, tmp_path: Path
+) -> None:
+    """8 samples in microbatches of 4: two steps, version 2."""
+
+    async def main() -> None:
+        config = backend("a")
+        assert (await opened(service, tmp_path, config))["version"] == 0
+        before = await parameters(service, "a")
+        result = await service.train_job(put_demonstrations(partitions(tmp_path), config))
+        assert (result["optimizer_steps"], result["version"]) == (2, 2)
+        assert result["metrics"]["grad_norm"] > 0
+        assert not equal(before, await parameters(service, "a"))
+
+    asyncio.run(main())
+
+
+def test_a_resent_job_is_done_once(service: TrainingModelService, tmp_path: Path) -> None:
+    async def main() -> None:
+        config = backend("a")
+        await opened(service, tmp_path, config)
+        sent = put_demonstrations(partitions(tmp_path), config)
+        first, second = await asyncio.gather(service.train_job(sent), service.train_job(sent))
+        assert first == second
+        assert (await service.versions())["a"] == 2
+
+    asyncio.run(main())
+
+
+def test_training_one_tenant_leaves_the_others_bits(service: TrainingModelService, tmp_path: Path) -> None:
+    """A and B train in turns; B's parameters are those of B trained without A, and while A trains B's do not move."""
+
+    async def main() -> None:
+        a, b = backend("a", learning_rate=0.1), backend("b", seed=3)
+        await opened(service, tmp_path, a)
+        await opened(service, tmp_path, b)
+        for number in range(2):
+            untouched = await parameters(service, "b")
+            await service.train_job(put_demonstrations(partitions(tmp_path), a, number, seed=number))
+            assert equal(untouched, await parameters(service, "b"))
+            await service.train_job(put_demonstrations(partitions(tmp_path), b, number, seed=10 + number))
+        alone = TrainingModelService(str(tmp_path / "alone"), BASES, 4)
+        await opened(alone, tmp_path / "alone", b)
+        for number in range(2):
+            await alone.train_job(put_demonstrations(partitions(tmp_path / "alone"), b, number, seed=10 + number))
+        assert equal(await parameters(alone, "b"), await parameters(service, "b"))
+
+    asyncio.run(main())
+
+
+def test_the_same_seeds_give_the_same_parameters_twice(tmp_path: Path) -> None:
+    async def trained(folder: Path) -> Parameters:
+        service = TrainingModelService(str(folder), BASES, 4)
+        config = backend("a")
+        await opened(service, folder, config)
+        for number in range(3):
+            await service.train_job(put_demonstrations(partitions(folder), config, number, seed=number))
+        return await parameters(service, "a")
+
+    assert equal(asyncio.run(trained(tmp_path / "one")), asyncio.run(trained(tmp_path / "two")))
+
+
+def test_a_nan_fails_the_job_and_leaves_the_slot_usable(service: TrainingModelService, tmp_path: Path) -> None:
+    async def main() -> None:
+        config = backend("a")
+        await opened(service, tmp_path, config)
+        before = await parameters(service, "a")
+        with pytest.raises(TenantFault, match="action: got 'NaN or infinity'"):
+            await service.train_job(put_demonstrations(partitions(tmp_path), config, 0, nan=True))
+        assert equal(before, await parameters(service, "a"))
+        assert (await service.versions())["a"] == 0
+        assert (await service.train_job(put_demonstrations(partitions(tmp_path), config, 1)))["version"] == 2
+
+    asyncio.run(main())
+
+
+def test_another_tenants_partition_is_not_trained_on(service: TrainingModelService, tmp_path: Path) -> None:
+    async def main() -> None:
+        a, b = backend("a"), backend("b")
+        await opened(service, tmp_path, a)
+        await opened(service, tmp_path, b)
+        theirs = put_demonstrations(partitions(tmp_path), b)
+        mine = job(a) | {"partition_id": theirs["partition_id"]}
+        with pytest.raises(DataFault, match="tenant_id"):
+            await service.train_job(mine)
+        with pytest.raises(UnknownObject, match="partition_id"):
+            await service.train_job(job(a, 9))
+
+    asyncio.run(main())
+
+
+def test_resume_with_optimizer_equals_the_uninterrupted_run(service: TrainingModelService, tmp_path: Path) -> None:
+    """Two jobs, restore the checkpoint after the first, train the second again: the same bits; without the optimizer
+    not."""
+
+    async def main() -> None:
+        config = backend("a")
+        await opened(service, tmp_path, config)
+        folder = str(tmp_path / "tenants" / "a" / "sft")
+        await service.train_job(put_demonstrations(partitions(tmp_path), config, 0))
+        second = put_demonstrations(partitions(tmp_path), config, 1, seed=1)
+        await service.train_job(second)
+        through = await parameters(service, "a")
+        ends = []
+        for with_optimizer in (True, False):
+            assert await service.restore("a", "a.sft", folder=folder, version=2, with_optimizer=with_optimizer) == 2
+            for half in (0, 1):
+                await service.train_batch("a", "a.sft", _samples(tmp_path, second, half))
+            ends.append(await parameters(service, "a"))
+        assert equal(through, ends[0])
+        assert not equal(through, ends[1])
+
+    asyncio.run(main())
+
+
+def _samples(tmp_path: Path, described: dict[str, Any], half: int) -> dict[str, Any]:
+    """The first or second microbatch of a job's partition."""
+    from storage.partitions import PartitionStore
+
+    store = PartitionStore(partitions(tmp_path))
+    fields = ["image.top", "proprioception", "action", "action_is_pad"]
+    store.reset_cursor(described["partition_id"], "test")
+    for _ in range(half + 1):
+        meta = store.get_meta(described["partition_id"], task_name="test", data_fields=fields, batch_size=4)
+    assert meta is not None
+    return {**store.get_data(meta), "instructions": ["reach the red target"] * 4}
+
+
+def test_sft_and_rl_of_one_tenant_share_the_slot_and_its_version(service: TrainingModelService, tmp_path: Path) -> None:
+    async def main() -> None:
+        sft, rl = backend("a"), backend("a", "rl")
+        await opened(service, tmp_path, sft)
+        await service.train_job(put_demonstrations(partitions(tmp_path), sft))
+        assert (await opened(service, tmp_path, rl, fresh=False))["version"] == 2
+        other = backend("a", "rl", action_width=3)
+        with pytest.raises(Conflict, match="start fresh"):
+            await opened(service, tmp_path, other, fresh=False)
+
+    asyncio.run(main())
+
+
+def test_slots_are_bounded_and_cost_no_base(tmp_path: Path) -> None:
+    """Four tenants: the base's bytes are counted once, each slot holds only its action module."""
+
+    async def main() -> None:
+        service = TrainingModelService(str(tmp_path), BASES, 4)
+        for tenant in "abcd":
+            await opened(service, tmp_path, backend(tenant))
+        status = await service.status()
+        base = status["base_models"][BASE.name]
+        assert all(slot["bytes"] < base / 4 for slot in status["slots"].values())
+        with pytest.raises(TenantFault, match="4 slots, all taken"):
+            await opened(service, tmp_path, backend("e"))
+        await service.close_slot("a")
+        await opened(service, tmp_path, backend("e"))
+
+    asyncio.run(main())
+
+
+def _rollout(tmp_path: Path, config: Any, *, log_prob: np.ndarray | None = None) -> dict[str, Any]:
+    """An RL partition of 4 steps in 2 environments with behaviour values and rewards from a fixed generator."""
+    from storage.partitions import PartitionStore
+
+    rng = np.random.default_rng(5)
+    seen = observation(8, 5)
+    described = job(config) | {"behavior_policy_version": 0}
+    data = {
+        "image.top": seen["images"]["top"],
+        "proprioception": seen["proprioception"],
+        "action": rng.normal(size=(8, 1, 2)).astype(np.float32),
+        "log_prob": rng.normal(size=(8, 1)).astype(np.float32) if log_prob is None else log_prob,
+        "value": rng.normal(size=8).astype(np.float32),
+        "reward": rng.normal(size=(8, 1)).astype(np.float32),
+        "valid": np.ones((8, 1), bool),
+        "terminated": np.zeros((8, 1), bool),
+        "truncated": np.zeros((8, 1), bool),
+        "next_value": rng.normal(size=8).astype(np.float32),
+        "bootstrap_value": np.zeros(8, np.float32),
+        "sample_valid": np.ones(8, bool),
+        "done": np.zeros(8, bool),
+    }
+    PartitionStore(partitions(tmp_path)).put(
+        described["partition_id"],
+        data,
+        tenant_id=config.policy.tenant,
+        schema_signature=config.policy.schema_signature,
+        policy_version=0,
+        chunk=4,
+        instructions=["reach the red target"],
+    )
+    return described
+
+
+def test_rl_stages_add_their_columns_and_training_moves_the_policy(
+    service: TrainingModelService, tmp_path: Path
+) -> None:
+    """PPO, 2 epochs over 8 samples in microbatches of 4: four steps."""
+
+    async def main() -> None:
+        config = backend("a", "rl")
+        await opened(service, tmp_path, config)
+        described = _rollout(tmp_path, config)
+        assert await service.compute_advantages(described) == {"samples": 8}
+        result = await service.train_job(described)
+        assert result["optimizer_steps"] == 4
+        assert result["metrics"]["grad_norm"] > 0
+
+    asyncio.run(main())
+
+
+def test_with_frozen_weights_the_recomputed_ratio_is_one(service: TrainingModelService, tmp_path: Path) -> None:
+    """Learning rate 0 and recomputed log-probabilities: approximate KL 0, nothing clipped."""
+
+    async def main() -> None:
+        config = backend("a", "rl", learning_rate=0.0)
+        config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"actor_forward": True})})
+        await opened(service, tmp_path, config)
+        described = _rollout(tmp_path, config)
+        await service.actor_forward(described)
+        await service.compute_advantages(described)
+        metrics = (await service.train_job(described))["metrics"]
+        assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+        assert metrics["clip_fraction"] == 0.0
+
+    asyncio.run(main())

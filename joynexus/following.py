@@ -93,9 +93,7 @@ async def start(workloads: Sequence[WorkloadSpec], api: PrefectApi) -> list[str]
                     "wait for its end, cancel its flow run, or rename the tenant",
                 )
             )
-    return [
-        await api.start(w.task, {"workload": w.model_dump(mode="json")}, name=w.policy_key) for w in workloads
-    ]
+    return [await api.start(w.task, {"workload": w.model_dump(mode="json")}, name=w.policy_key) for w in workloads]
 
 
 async def _run(
@@ -147,4 +145,4 @@ async def _counts(client: Any) -> dict[str, dict[str, int]]:
         snapshot = await scheduler.snapshot()
     except JoyNexusError:
         return {}
-    return {policy["policy_key"]: policy["counts"] for policy in snapshot["policies"]}
+    return {key: policy["counts"] for key, policy in snapshot["policies"].items()}

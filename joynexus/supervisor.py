@@ -88,8 +88,8 @@ class Supervisor:
             "PREFECT_CLI_COLORS": "false",
             "PREFECT_HOME": str(self._home.prefect),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
-            # Writers wait for sqlite's lock instead of failing at once; `joynexus status` counts the failures.
-            "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
+            # Prefect's clients ask again when sqlite was locked; logged, so that `joynexus status` can count it.
+            "PREFECT_SERVER_LOG_RETRYABLE_ERRORS": "true",
             "PYTHONUNBUFFERED": "1",
             # A proxy must not stand between processes of one machine.
             "NO_PROXY": ",".join(filter(None, (os.environ.get("NO_PROXY"), self._cluster.host, "localhost"))),
@@ -176,15 +176,19 @@ class Supervisor:
                     group.create_task(part)
         except ExceptionGroup as several:  # the first fault; the others were cancelled because of it
             raise several.exceptions[0] from None
-        await self._deploy()
-        await self._prefect_worker()
+        await self._empty_pool()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._deploy())
+                group.create_task(self._prefect_worker())
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
         await self._resident_flows()
 
     async def _registry(self) -> None:
         """Create and migrate MLflow's database before anyone opens it: two at once fail in the migration."""
         code = "import sys; from storage.registry import create_and_migrate; create_and_migrate(sys.argv[1])"
-        if (PROJECT_ROOT / "storage" / "registry.py").exists():  # INTERIM
-            await self._once("mlflow-migration", [sys.executable, "-c", code, self.addresses.mlflow_uri])
+        await self._once("mlflow-migration", [sys.executable, "-c", code, self.addresses.mlflow_uri])
         self._say(step=f"MLflow registry at {self.addresses.mlflow_uri}")
 
     async def _prefect(self) -> None:
@@ -273,7 +277,7 @@ class Supervisor:
         except (OSError, TimeoutError):
             return None
 
-    async def _deploy(self) -> None:
+    async def _empty_pool(self) -> None:
         async with PrefectApi(self.addresses.prefect_api_url) as api:
             await api.ensure_work_pool()
             if self._cluster.prefect_api_url is None:
@@ -281,14 +285,12 @@ class Supervisor:
                 # former platform.
                 for run in await api.open_runs():
                     await api.end(run["id"], "CRASHED", "the platform that ran it is gone")
+
+    async def _deploy(self) -> None:
         self._deployed = [f for f in FLOWS if (PROJECT_ROOT / "flows" / f"{f}.py").exists()]  # INTERIM
         which = ["--all"] if len(self._deployed) == len(FLOWS) else [x for f in self._deployed for x in ("-n", f)]
         if which:
-            try:
-                await self._once("deploy", python("prefect", "--no-prompt", "deploy", *which))
-            except ServiceUnavailable as error:  # INTERIM
-                logger.warning("%s", error)
-                self._deployed = []
+            await self._once("deploy", python("prefect", "--no-prompt", "deploy", *which))
         self._say(step="deployments of all flows")
 
     async def _prefect_worker(self) -> None:
@@ -302,17 +304,13 @@ class Supervisor:
         name = f"joynexus-{self._mark[:8]}"
         worker = self._child(
             "prefect-worker",
-            lambda: python(
-                "prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process", "--name", name
-            ),
+            lambda: python("prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process", "--name", name),
             online,
         )
         await worker.start()
         self._say(step="Prefect worker")
 
     async def _resident_flows(self) -> None:
-        if os.environ.get("JOYNEXUS_INTERIM"):  # INTERIM
-            return
         await self._ensure_flow("platform", {"cluster": self._cluster.name})
         await self._services_ready()
         self._say(step="services")
@@ -364,7 +362,9 @@ class Supervisor:
             )
             code = await process.wait()
         if code != 0:
-            raise ServiceUnavailable(f"{name}: ended with code {code}; possible: see {log}; mend it, then run `joynexus up`")
+            raise ServiceUnavailable(
+                f"{name}: ended with code {code}; possible: see {log}; mend it, then run `joynexus up`"
+            )
 
     async def _watch(self) -> None:
         """Until told to stop: resident flows that ended are started again (children keep themselves)."""
@@ -376,8 +376,6 @@ class Supervisor:
                 return
             try:
                 for flow in RESIDENT_FLOWS:
-                    if os.environ.get("JOYNEXUS_INTERIM"):  # INTERIM
-                        continue
                     await self._ensure_flow(flow, {"cluster": self._cluster.name} if flow == "platform" else {})
                 delay_s = _WATCH_S
             except JoyNexusError as error:  # Prefect is being restarted; its own keeper does that

@@ -1,0 +1,186 @@
+"""What `joynexus status | jobs | tenants | adapters` print: tables in the words of the services that answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+from distributed import Client
+from rich.console import Console
+from rich.table import Table
+
+from configs.errors import JoyNexusError
+from configs.home import Home
+from configs.platform import addresses, read_state
+from joynexus import processes
+from services import lookup
+
+_TERMINAL = ("completed", "failed", "dropped")
+
+
+def ask(home: Home, question: Callable[[Client], Awaitable[Any]]) -> Any:
+    """Run `question` with a client of the platform under `home`.
+
+    Raises:
+        ServiceUnavailable: if nothing runs there.
+    """
+
+    async def answer() -> Any:
+        async with await lookup.connect(addresses(home).dask_scheduler) as client:
+            return await question(client)
+
+    return asyncio.run(answer())
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """A table; None shows as a dash."""
+    made = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    for row in rows:
+        made.add_row(*("–" if cell is None else str(cell) for cell in row))
+    return made
+
+
+def print_pages(home: Home, console: Console | None = None) -> None:
+    """Addresses of the pages that a person may open."""
+    console = console or Console()
+    state = read_state(home)
+    for name, url in (state["pages"] if state else {}).items():
+        if url:
+            console.print(f"  {name:<8} {url}", highlight=False, soft_wrap=True)
+
+
+def print_status(home: Home) -> int:
+    """Processes, pages, and what waits for what; 1 if something is dead or nothing runs."""
+    console = Console()
+    rows = processes.status(home)
+    if not rows:
+        console.print(f"nothing runs under {home.root}", highlight=False)
+        return 1
+    console.print(
+        table(
+            f"processes of {home.root}",
+            ("process", "pid", "state", "restarts", "MB", "log"),
+            [(r.name, r.pid, r.state, r.restarts, r.memory_mb and round(r.memory_mb), r.log) for r in rows],
+        )
+    )
+    print_pages(home, console)
+    if hint := processes.lock_hint(home):
+        console.print(hint, soft_wrap=True)
+    try:
+        _print_waiting(console, ask(home, _snapshot))
+    except JoyNexusError as error:
+        console.print(str(error), soft_wrap=True)
+        return 1
+    return 0 if all(row.state != "dead" for row in rows) else 1
+
+
+def _print_waiting(console: Console, snapshot: dict[str, Any]) -> None:
+    totals = ", ".join(f"{count} {state}" for state, count in snapshot["totals"].items() if count)
+    console.print(f"jobs: {totals or 'none yet'}", highlight=False)
+    for key, policy in snapshot["policies"].items():
+        if not policy["idle"] and policy["closed"] is None:
+            for why in filter(None, (policy["admission"], policy["training"])):
+                console.print(f"  {key}: {why}", highlight=False, soft_wrap=True)
+
+
+def print_jobs(home: Home, tenant: str | None, story: str | None, limit: int) -> int:
+    """The newest jobs, or all moves of one."""
+    if story is not None:
+        moves = ask(home, lambda client: _call(client, lookup.SCHEDULER, "story", story))
+        told = [(_clock(m["timestamp"]), m["from"], m["state"], m["holder"], m["reason"]) for m in moves]
+        Console().print(table(f"job {story}", ("time", "from", "to", "holder", "reason"), told))
+        return 0
+    jobs = ask(home, lambda client: _call(client, lookup.SCHEDULER, "jobs"))
+    chosen = [job for job in jobs if tenant in (None, job["tenant_id"])][-limit:] if limit > 0 else []
+    columns = ("job", "policy", "state", "samples", "behavior version", "priority", "updated", "reason")
+    rows = [
+        (
+            job["job_id"],
+            job["policy_key"],
+            job["state"],
+            job["sample_count"],
+            job["behavior_policy_version"],
+            job["priority"],
+            _clock(job["updated_at"]),
+            job["reason"],
+        )
+        for job in chosen
+    ]
+    Console().print(table("training jobs", columns, rows))
+    return 0
+
+
+def print_tenants(home: Home) -> int:
+    """Policies by key: counts, bounds, version, and why they wait."""
+
+    async def question(client: Client) -> tuple[dict[str, Any], dict[str, int]]:
+        snapshot = await _snapshot(client)
+        return snapshot, await _call(client, lookup.TRAINING, "versions")
+
+    snapshot, versions = ask(home, question)
+    rows = [
+        (
+            policy["tenant_id"],
+            policy["task_type"],
+            versions.get(policy["tenant_id"]),
+            policy["priority"],
+            *(policy["counts"][state] for state in _TERMINAL),
+            policy["open"],
+            policy["completion_target"],
+            _condition(policy),
+        )
+        for policy in snapshot["policies"].values()
+    ]
+    columns = ("tenant", "task", "policy version", "priority", *_TERMINAL, "open", "target", "now")
+    Console().print(table("tenants", columns, rows))
+    return 0
+
+
+def _condition(policy: dict[str, Any]) -> str:
+    if policy["closed"] is not None:
+        return f"closed: {policy['closed']}"
+    if policy["idle"]:
+        return "done"
+    return policy["training"] or policy["admission"] or "at work"
+
+
+def print_adapters(home: Home) -> int:
+    """Registered adapters with aliases and what they were evaluated at."""
+    adapters = ask(home, lambda client: _call(client, lookup.METRICS, "list_adapters"))
+    rows = [
+        (
+            a["name"],
+            a["version"],
+            ", ".join(a["aliases"]),
+            a["tags"].get("policy_version"),
+            a["tags"].get("base_model"),
+            a["tags"].get("success_rate"),
+        )
+        for a in adapters
+    ]
+    columns = ("adapter", "version", "aliases", "policy version", "base model", "success")
+    Console().print(table("adapters", columns, rows))
+    return 0
+
+
+def print_ends(console: Console, ends: Sequence[tuple[str, str, str]]) -> None:
+    """How workloads ended: policy key, flow-run state, message."""
+    rows = [(key, state.capitalize(), message) for key, state, message in ends]
+    console.print(table("workloads", ("policy", "ended", "message"), rows))
+
+
+async def _snapshot(client: Client) -> dict[str, Any]:
+    return dict(await _call(client, lookup.SCHEDULER, "snapshot"))
+
+
+async def _call(client: Client, name: str, method: str, *arguments: Any) -> Any:
+    service = await lookup.service(name, client, timeout_s=30)
+    return await getattr(service, method)(*arguments)
+
+
+def _clock(timestamp: float) -> str:
+    return datetime.fromtimestamp(timestamp).strftime("%H:%M:%S")

@@ -1,0 +1,219 @@
+"""The `joynexus` command: bad input gets one line that names the field, and nothing is started."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs import presets
+from configs.backend import BackendConfig
+from configs.platform import PlatformAddresses
+from joynexus import following
+from joynexus.command import main
+
+REACH: dict[str, Any] = presets.read_yaml(presets.FOLDER / "workloads" / "reach.yaml")
+
+
+def changed(**by_path: Any) -> dict[str, Any]:
+    """The workload `reach` with values at dotted paths replaced (`__` for the dot); `...` removes the key."""
+    spec = copy.deepcopy(REACH)
+    for path, value in by_path.items():
+        *parents, last = path.split("__")
+        at = spec
+        for parent in parents:
+            at = at[parent]
+        if value is ...:
+            del at[last]
+        else:
+            at[last] = value
+    return spec
+
+
+def write(folder: Path, name: str, spec: Any) -> Path:
+    """`spec` as a YAML file."""
+    path = folder / name
+    path.write_text(spec if isinstance(spec, str) else yaml.safe_dump(spec), encoding="utf-8")
+    return path
+
+
+# What is wrong, the field the message must name, and what else it must say.
+BAD = {
+    "unknown key": (changed(colour="red"), "colour: unknown key", "possible: action_module"),
+    "unknown key inside": (changed(algorithm__gama=0.9), "algorithm", "gama"),
+    "missing field": (changed(task=...), "task: missing", "add it"),
+    "not a mapping": ("- 1\n- 2\n", "spec.yaml: got list", "WorkloadSpec"),
+    "not YAML": ("tenant: {name: [", "file:", "is not YAML"),
+    "state width": (changed(action_module__state_width=3), "action_module.state_width: got 3", "possible: 2"),
+    "action width": (changed(action_module__action_width=7), "action_module.action_width: got 7", "possible: 2"),
+    "unknown environment": (changed(environment="moon"), "environment: got 'moon'", "reach"),
+    "unknown evaluation environment": (
+        changed(evaluation__environment="moon"),
+        "evaluation.environment: got 'moon'",
+        "reach",
+    ),
+    "unknown base model": (changed(base_model="gpt"), "base_model: got 'gpt'", "tiny-qwen3-vl"),
+    "a path as the tenant's name": (changed(tenant__name="../other"), "tenant.name: got '../other'", "no path"),
+    "an absolute path as the tenant's name": (changed(tenant__name="/etc"), "tenant.name: got '/etc'", "no path"),
+    "algorithm of the other task": (changed(task="sft"), "algorithm.kind: got 'ppo'", "'sft'"),
+    "number out of bounds": (changed(algorithm__gamma=1.5), "algorithm", "1.5"),
+    "text for a number": (changed(algorithm__jobs="many"), "algorithm", "many"),
+    "unknown action module": (changed(action_module__kind="diffusion"), "action_module", "oft"),
+    "missing dataset": (
+        {
+            **changed(task="sft", environment=...),
+            "data": {"dataset": "nothing"},
+            "algorithm": {
+                "kind": "sft",
+                "jobs": 1,
+                "batches_per_job": 1,
+                "microbatch_size": 1,
+                "optimizer": {"learning_rate": 0.1},
+            },
+        },
+        "data.dataset: got 'nothing'",
+        "no dataset yet",
+    ),
+}
+
+
+@pytest.fixture
+def idle_home(tmp_path: Path) -> Path:
+    """A home in which nothing was ever started."""
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("verb", ["compile", "run"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_workload_gets_one_line_and_starts_nothing(
+    case: str, verb: str, idle_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each fault is refused with exit code 2, one line on stderr naming the field, no traceback, no home made."""
+    spec, field, also = BAD[case]
+    path = write(tmp_path, "spec.yaml", spec)
+    assert main(["--home", str(idle_home), verb, str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("joynexus: ")
+    assert err.count("\n") == 1
+    assert field in err
+    assert also in err
+    assert not idle_home.exists()
+
+
+def test_missing_file_is_named(idle_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path that does not exist is the field `file`."""
+    missing = tmp_path / "absent.yaml"
+    assert main(["--home", str(idle_home), "run", str(missing)]) == 2
+    assert capsys.readouterr().err == (
+        f"joynexus: file: got {str(missing)!r}; possible: an existing YAML file; check the path\n"
+    )
+
+
+def test_one_wrong_file_among_several_stops_all(
+    idle_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All files are read first, and the faults of all are told at once."""
+    good = write(tmp_path, "good.yaml", REACH)
+    one = write(tmp_path, "one.yaml", changed(colour="red"))
+    two = write(tmp_path, "two.yaml", changed(task="sing"))
+    assert main(["--home", str(idle_home), "run", str(good), str(one), str(two)]) == 2
+    err = capsys.readouterr().err
+    assert "one.yaml: colour" in err
+    assert "two.yaml: task: got 'sing'" in err
+    assert not idle_home.exists()
+
+
+def test_two_tenants_of_one_name_are_refused(
+    idle_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their slots, folders and adapters would be one."""
+    paths = [str(write(tmp_path, f"{n}.yaml", REACH)) for n in range(2)]
+    assert main(["--home", str(idle_home), "run", *paths]) == 2
+    assert "tenant.name: got 'reach'" in capsys.readouterr().err
+    assert not idle_home.exists()
+
+
+def test_unknown_cluster_is_refused_before_anything(idle_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`up` reads its preset first."""
+    assert main(["--home", str(idle_home), "up", "--cluster", "moon"]) == 2
+    assert "cluster: got 'moon'; possible: laptop" in capsys.readouterr().err
+    assert not idle_home.exists()
+
+
+@pytest.mark.parametrize("verb", ["jobs", "tenants", "adapters"])
+def test_questions_without_a_platform_say_how_to_start_one(
+    verb: str, idle_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, exit code 2."""
+    assert main(["--home", str(idle_home), verb]) == 2
+    assert "run `joynexus up`" in capsys.readouterr().err
+
+
+def test_status_and_down_without_a_platform(idle_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing runs: `status` says so with exit code 1, `down` has nothing to do."""
+    assert main(["--home", str(idle_home), "status"]) == 1
+    assert main(["--home", str(idle_home), "down"]) == 0
+    assert capsys.readouterr().out.count("nothing runs under") == 2
+
+
+def test_compile_shows_the_backend_configuration(
+    idle_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same text twice, and it reads back as the configuration the services get."""
+    path = write(tmp_path, "spec.yaml", REACH)
+    assert main(["--home", str(idle_home), "compile", str(path)]) == 0
+    first = capsys.readouterr().out
+    assert main(["--home", str(idle_home), "compile", str(path)]) == 0
+    assert capsys.readouterr().out == first
+    config = BackendConfig.model_validate(yaml.safe_load(first))
+    assert config.policy_key == "reach.rl"
+    assert config.environment is not None
+    assert config.environment.id == "Reach-v0"
+    assert len(config.policy.schema_signature) == 64
+
+
+def test_every_shipped_workload_is_admitted_or_lacks_only_its_dataset(
+    idle_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The presets of the demo fit their environments; `demos` is refused only until its dataset was collected."""
+    for name in presets.names("workloads"):
+        code = main(["--home", str(idle_home), "compile", str(presets.FOLDER / "workloads" / f"{name}.yaml")])
+        err = capsys.readouterr().err
+        assert code == 0 or err.startswith("joynexus: data.dataset: got "), (name, err)
+
+
+def test_as_a_process_it_prints_no_traceback(tmp_path: Path) -> None:
+    """What a person sees who mistypes a path."""
+    done = subprocess.run(
+        [sys.executable, "-m", "joynexus.command", "--home", str(tmp_path / "home"), "run", "absent.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("joynexus: file: got 'absent.yaml'")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_reading_workloads_keeps_the_order(tmp_path: Path) -> None:
+    """Flow runs start in the order in which the files were named."""
+    paths = [write(tmp_path, f"{name}.yaml", changed(tenant__name=name)) for name in ("b", "a", "c")]
+    assert [w.tenant.name for w in following.read_workloads(paths)] == ["b", "a", "c"]
+
+
+def test_questions_of_a_running_platform(platform: PlatformAddresses, capsys: pytest.CaptureFixture[str]) -> None:
+    """`status`, `jobs`, `tenants` and `adapters` answer with their tables."""
+    for verb, word in (
+        ("status", "dask-training"),
+        ("jobs", "behavior version"),
+        ("tenants", "policy version"),
+        ("adapters", "aliases"),
+    ):
+        assert main(["--home", platform.home, verb]) == 0, verb
+        assert word in capsys.readouterr().out.replace("\n", " "), verb

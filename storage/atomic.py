@@ -35,11 +35,12 @@ def checked_id(value: str, field: str) -> str:
 
 
 @contextmanager
-def new_folder(final: Path, what: str) -> Iterator[Path]:
+def new_folder(final: Path, what: str, *, synced: bool = True) -> Iterator[Path]:
     """A folder to fill; it becomes `final` when the block ends without error.
 
     Two writers may build at one time: the rename decides, and the later one is refused. A writer that was killed
-    leaves its folder under `.writing`, where no reader looks (`sweep` removes it).
+    leaves its folder under `.writing`, where no reader looks (`sweep` removes it). `synced` waits until the new name is
+    on the disk, which what can be made again after a power cut does not need.
 
     Raises:
         Conflict: `final` exists, before the block or at its end.
@@ -55,7 +56,8 @@ def new_folder(final: Path, what: str) -> Iterator[Path]:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 _refuse_existing(final, what)
             raise
-        _sync_folder(final.parent)
+        if synced:
+            _sync_folder(final.parent)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise

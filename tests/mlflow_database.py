@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ def migrated_database(folder: Path) -> str:
 
 @functools.cache
 def _template() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="joynexus-test-")) / "deep" / "mlflow.sqlite"
+    # In the session's home, which the session removes; "deep" is a folder that does not exist yet.
+    path = Path(tempfile.mkdtemp(dir=os.environ["JOYNEXUS_HOME"])) / "deep" / "mlflow.sqlite"
     create_and_migrate(f"sqlite:///{path}")
     return path

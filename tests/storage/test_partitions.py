@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
+import storage.partition_arrays
 import storage.partitions
 from configs.errors import Conflict, DataFault, SpecError, TenantFault, UnknownObject
 from storage.partitions import PartitionStore
@@ -108,14 +109,14 @@ def test_second_writer_is_refused(store: PartitionStore) -> None:
 
 def test_later_of_two_writers_at_once_is_refused(store: PartitionStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both see no partition when they begin; the rename decides, and the loser leaves nothing behind."""
-    write_array = storage.partitions.write_array
+    write_group = storage.partitions.write_group
 
-    def overtaken(group: zarr.Group, name: str, array: np.ndarray, chunk: int) -> None:
-        monkeypatch.setattr(storage.partitions, "write_array", write_array)
+    def overtaken(*args: object) -> None:
+        monkeypatch.setattr(storage.partitions, "write_group", write_group)
         put(PartitionStore(store._root), n=7)
-        write_array(group, name, array, chunk)
+        write_group(*args)
 
-    monkeypatch.setattr(storage.partitions, "write_array", overtaken)
+    monkeypatch.setattr(storage.partitions, "write_group", overtaken)
     with pytest.raises(Conflict):
         put(store)
     assert store.attributes(ID).sample_count == 7
@@ -123,21 +124,21 @@ def test_later_of_two_writers_at_once_is_refused(store: PartitionStore, monkeypa
 
 
 def _die_at_write(root: Path, writes: int) -> None:
-    write_array, left = storage.partitions.write_array, [writes]
+    write_array, left = storage.partition_arrays._write_array, [writes]
 
-    def dying(*args: object) -> None:
+    async def dying(*args: object) -> None:
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         left[0] -= 1
-        write_array(*args)
+        await write_array(*args)
 
-    storage.partitions.write_array = dying
+    storage.partition_arrays._write_array = dying
     put(PartitionStore(root))
 
 
 @pytest.mark.parametrize("writes", [0, 2, 4])
 def test_half_written_partition_is_never_visible(store: PartitionStore, writes: int) -> None:
-    """A writer killed before, between or just before the last of its writes leaves nothing a reader can find."""
+    """A writer killed before the first, between, or before the last of its arrays leaves nothing a reader can find."""
     process = multiprocessing.get_context("spawn").Process(target=_die_at_write, args=(store._root, writes))
     process.start()
     process.join(60)
@@ -156,7 +157,7 @@ def test_failed_write_leaves_nothing(store: PartitionStore, monkeypatch: pytest.
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage.partitions, "write_array", full)
+    monkeypatch.setattr(storage.partitions, "write_group", full)
     with pytest.raises(OSError, match="No space"):
         put(store)
     assert store.list() == []
@@ -250,6 +251,23 @@ def test_reads_are_copies(store: PartitionStore) -> None:
     meta = store.get_meta(ID, task_name="train", data_fields=["proprioception"], batch_size=4)
     store.get_data(meta)["proprioception"][:] = 99
     assert store.get_data(meta)["proprioception"].max() == 3
+
+
+def test_nothing_is_kept_after_the_last_row(store: PartitionStore) -> None:
+    """A stage's arrays stay in memory only between its microbatches, whoever clears the partition."""
+    put(store)
+    put(store, "other")
+    meta = store.get_meta(ID, task_name="train", data_fields=["action"], batch_size=10)
+    store.get_data(meta)
+    assert store._loaded == {}
+    read_all(store, ["action"], task="advantages")
+    assert store._loaded == {}
+    meta = store.get_meta(ID, task_name="left", data_fields=["action"], batch_size=4)
+    store.get_data(meta)
+    assert set(store._loaded) == {(ID, "left")}
+    PartitionStore(store._root).clear(ID)
+    store.attributes("other")
+    assert (store._loaded, store._cursors) == ({}, {})
 
 
 def test_derived_columns_join_when_all_rows_are_there(store: PartitionStore) -> None:

@@ -1,0 +1,357 @@
+"""Random histories of the scheduler's state machine against a model that knows only what callers were told.
+
+The machine itself asserts its indices after every event; here stands what a caller may rely on: no job in two hands,
+no job lost, FIFO within a priority, ends absorb, bounds are kept, refusals change nothing, and a restart from what
+was written changes nothing but the leases' time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from configs.errors import Conflict, JoyNexusError, LeaseLost
+from services.scheduler_events import (
+    AwaitAdmission,
+    ClosePolicy,
+    Complete,
+    Drop,
+    DropIfStale,
+    Event,
+    Fail,
+    Lease,
+    Mark,
+    Prune,
+    RegisterPolicy,
+    Release,
+    Renew,
+    Reserve,
+    Tick,
+)
+from services.scheduler_invariants import first_by_brute_force
+from services.scheduler_records import HELD, LEASED, READY, STAGES, STATES, TERMINAL
+from services.scheduler_state import SchedulerState
+from tests.services.scheduler_cases import Disk
+
+MAX_ACTIVE_ROLLOUTS = 2
+LEASE_S = 10.0
+# {policy_key: (tenant, task, priority, max_in_flight, completion_target, max_active_rollouts)}; `both` has two
+POLICIES = {
+    "a.rl": ("a", "rl", 0, 3, None, 1),
+    "b.rl": ("b", "rl", 0, 4, 5, None),
+    "both.rl": ("both", "rl", 1, 2, None, 2),
+    "both.sft": ("both", "sft", 0, 3, 4, None),
+    "c.sft": ("c", "sft", 1, 2, None, None),
+}
+keys = st.sampled_from(sorted(POLICIES))
+Hands = tuple[str, int]  # (job_id, lease_token) as a holder was told
+
+
+class SchedulerHistory(RuleBasedStateMachine):
+    """One random history."""
+
+    hands = Bundle("hands")  # leases that were given, whether or not they still hold
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SchedulerState(MAX_ACTIVE_ROLLOUTS, validating=True)
+        self.disk = Disk()
+        self.now = 0.0
+        self.known: dict[str, str] = {}  # {job_id: policy_key} of all that were reserved and not pruned
+        self.ended: dict[str, dict[str, Any]] = {}  # {job_id: descriptor at its end}
+        self.held: dict[str, tuple[int, float]] = {}  # {job_id: (token, expiry)} as the holders were told
+        self.completed = dict.fromkeys(POLICIES, 0)  # since the policy was registered last
+        self.ready_order: list[str] = []
+        self.requests: dict[str, str] = {}
+
+    # Helpers.
+
+    def do(self, event: Event) -> Any:
+        """The reply, or the error as a value; an error must have changed nothing but what time changes."""
+        # Time first, so that what is compared is this event's effect alone.
+        self.disk.write(self.state, self.state.handle(Tick(event.now)).instructions)
+        self.held = {job_id: hold for job_id, hold in self.held.items() if hold[1] > self.now}
+        before = self.picture()
+        outcome = self.state.handle(event)
+        self.disk.write(self.state, outcome.instructions)
+        if outcome.error is not None:
+            assert self.picture() == before
+            return outcome.error
+        return outcome.reply
+
+    def picture(self) -> Any:
+        jobs = {job_id: job.describe() for job_id, job in self.state.jobs.items()}
+        return jobs, dict(self.state.counters), dict(self.state.ready.turns), dict(self.state.train_seq)
+
+    def end(self, job: dict[str, Any]) -> None:
+        """A job was reported terminal."""
+        if job["job_id"] not in self.ended:
+            self.ended[job["job_id"]] = job
+            self.held.pop(job["job_id"], None)
+            if job["state"] == "completed":
+                self.completed[job["policy_key"]] += 1
+
+    def holds(self, hand: Hands) -> bool:
+        return self.held.get(hand[0], (None, 0.0))[0] == hand[1]
+
+    # Rules.
+
+    @rule(key=keys)
+    def register(self, key: str) -> None:
+        """The same contents each time."""
+        tenant, task, priority, in_flight, target, rollouts = POLICIES[key]
+        fresh = key not in self.state.policies or self.state.policies[key].closed is not None
+        policy = {
+            "policy_key": key,
+            "tenant_id": tenant,
+            "task_type": task,
+            "domain": "vla",
+            "priority": priority,
+            "max_in_flight": in_flight,
+            "completion_target": target,
+            "max_active_rollouts": rollouts,
+        }
+        assert self.do(RegisterPolicy(self.now, policy)) is None
+        if fresh:
+            self.completed[key] = 0
+
+    @rule(key=keys, request=st.sampled_from([None, None, "r1", "r2", "r3"]), size=st.integers(1, 2))
+    def reserve(self, key: str, request: str | None, size: int) -> None:
+        """With or without an id; an id gives the same job or a conflict, whatever the bounds say now."""
+        if key not in self.state.policies:
+            return
+        seen = self.requests.get(f"{request}")
+        reply = self.do(Reserve(self.now, request, key, size, 0, 3, {}, "rollout", "actor", None))
+        if seen is not None and seen in self.known:
+            job = self.state.jobs[seen]
+            same = (job.policy_key, job.sample_count) == (key, size)
+            assert reply["job"]["job_id"] == seen if same else isinstance(reply, Conflict)
+        elif reply["job"] is None:
+            assert reply["refused"]
+        else:
+            job_id = reply["job"]["job_id"]
+            assert job_id not in self.known
+            self.known[job_id] = key
+            if request is not None:
+                self.requests[request] = job_id
+
+    @rule(key=keys, seconds=st.floats(0, 30))
+    def await_admission(self, key: str, seconds: float) -> None:
+        """Told to come now means that a reservation is admitted now, or never."""
+        if key not in self.state.policies:
+            return
+        if self.do(AwaitAdmission(self.now, key, self.now + seconds)):
+            reply = self.do(Reserve(self.now, None, key, 1, 0, 3, {}, "rollout", "actor", None))
+            assert reply["job"] is not None or reply["final"]
+            if reply["job"] is not None:
+                self.known[reply["job"]["job_id"]] = key
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), state=st.sampled_from(STATES))
+    def mark_without_token(self, data: st.DataObject, state: str) -> None:
+        """A producer's word, right or wrong; a held job does not obey it."""
+        job_id = data.draw(st.sampled_from(sorted(self.known)))
+        start = self.state.jobs[job_id].state
+        marked = dict(self.state.jobs[job_id].marks)
+        reply = self.do(Mark(self.now, job_id, state, None, None))
+        if isinstance(reply, JoyNexusError):
+            return
+        if state in marked:  # sent twice
+            assert reply["state"] == self.state.jobs[job_id].state
+            return
+        assert (start, reply["state"]) == ("reserved", state)
+        self.note_ready(reply)
+
+    def note_ready(self, job: dict[str, Any]) -> None:
+        if job["state"] == READY and job["job_id"] not in self.ready_order:
+            self.ready_order.append(job["job_id"])
+
+    @rule(target=hands, state=st.sampled_from([READY, READY, READY, *STAGES]), holder=st.sampled_from(["x", "y"]))
+    def lease(self, state: str, holder: str) -> Any:
+        """What is given was in nobody's hands and is the right one."""
+        self.do(Tick(self.now))
+        expected = first_by_brute_force(self.state, ("actor", "vla"))
+        leased = LEASED if state == READY else STAGES[state]
+        reply = self.do(Lease(self.now, state, leased, "actor", ("vla",), holder, LEASE_S, None))
+        job = reply["job"]
+        if job is None:
+            assert state != READY or expected is None
+            assert state == READY or not any(job.state == state for job in self.state.jobs.values())
+            return multiple()
+        assert job["job_id"] not in self.held, "in two hands"
+        assert job["job_id"] not in self.ended
+        if state == READY:
+            assert job["job_id"] == expected
+            for earlier in self.ready_order[: self.ready_order.index(job["job_id"])]:
+                other = self.state.jobs.get(earlier)
+                assert (
+                    other is None
+                    or other.state != READY
+                    or (other.priority, other.task_type) != (job["priority"], job["task_type"])
+                    or self.state.ready.turns[other.tenant_id] != earlier
+                ), "overtaken by a job of its own priority"
+        self.held[job["job_id"]] = (job["lease_token"], self.now + LEASE_S)
+        return job["job_id"], job["lease_token"]
+
+    @rule(hand=hands)
+    def finish(self, hand: Hands) -> None:
+        """Who holds the job may bring it on; who does not is refused, or repeats what he did."""
+        job_id, token = hand
+        if job_id not in self.known:
+            return
+        held, start = self.holds(hand), self.state.jobs[job_id].state
+        if start == LEASED:
+            reply = self.do(Complete(self.now, job_id, token, {"n": token}))
+        else:
+            target = {"computing_actor_forward": "needs_advantages", "computing_advantages": READY}.get(start, "ready")
+            reply = self.do(Mark(self.now, job_id, target, token, None))
+        if held:
+            assert reply["state"] != start
+            del self.held[job_id]
+            self.note_ready(reply)
+            if reply["state"] in TERMINAL:
+                self.end(reply)
+        else:
+            assert isinstance(reply, LeaseLost) or reply["state"] == start
+
+    @rule(hand=hands)
+    def renew(self, hand: Hands) -> None:
+        """Only the holder can."""
+        if hand[0] in self.known:
+            reply = self.do(Renew(self.now, hand[0], hand[1], LEASE_S))
+            if self.holds(hand):
+                self.held[hand[0]] = (hand[1], self.now + LEASE_S)
+            else:
+                assert isinstance(reply, LeaseLost)
+
+    @rule(hand=consumes(hands), way=st.sampled_from(["release", "fail", "drop", "stale"]))
+    def give_up(self, hand: Hands, way: str) -> None:
+        """Only the holder can; a released job is there again."""
+        job_id, token = hand
+        if job_id not in self.known:
+            return
+        event: Event = {
+            "release": Release(self.now, job_id, token, "stop"),
+            "fail": Fail(self.now, job_id, "ValueError", token),
+            "drop": Drop(self.now, job_id, "policy_stale", token),
+            "stale": DropIfStale(self.now, job_id, token, 4),
+        }[way]
+        held = self.holds(hand)
+        reply = self.do(event)
+        if not held:
+            assert isinstance(reply, LeaseLost) or job_id in self.ended
+            return
+        job = reply["job"] if way == "stale" else reply
+        if job["state"] in TERMINAL:
+            self.end(job)
+        elif way == "release":
+            del self.held[job_id]
+            assert job["state"] in HELD.values()
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), failing=st.booleans())
+    def end_without_token(self, data: st.DataObject, failing: bool) -> None:
+        """An operator drops anything unfinished; a producer fails what nobody holds."""
+        job_id = data.draw(st.sampled_from(sorted(self.known)))
+        event = Fail(self.now, job_id, "x", None) if failing else Drop(self.now, job_id, "cancelled", None)
+        self.do(Tick(self.now))
+        held = job_id in self.held
+        reply = self.do(event)
+        if isinstance(reply, JoyNexusError):
+            assert job_id in self.ended or (held and failing)
+        else:
+            self.end(reply)
+
+    @rule(key=keys, really=st.integers(0, 4))
+    def close(self, key: str, really: int) -> None:
+        """Now and then: all that is unfinished is dropped, nothing else."""
+        if key not in self.state.policies or really:
+            return
+        self.do(Tick(self.now))
+        unfinished = [job_id for job_id, owner in self.known.items() if owner == key and job_id not in self.ended]
+        assert self.do(ClosePolicy(self.now, key, "over")) == unfinished
+        for job_id in unfinished:
+            self.end(self.state.jobs[job_id].describe())
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, LEASE_S]))
+    def wait(self, seconds: float) -> None:
+        """Time passes, leases run out."""
+        self.now += seconds
+        self.do(Tick(self.now))
+
+    @rule(age=st.sampled_from([0.0, 5.0, 20.0]))
+    def prune(self, age: float) -> None:
+        """Ends of that age are forgotten, nothing else."""
+        old = {job_id for job_id, job in self.ended.items() if job["ended_at"] < self.now - age}
+        assert self.do(Prune(self.now, self.now - age)) == len(old)
+        for job_id in old:
+            del self.known[job_id], self.ended[job_id]
+
+    @rule()
+    def restart(self) -> None:
+        """From what was written alone: the same jobs, counts and order; held leases last their whole length again."""
+        old, self.state = self.state, self.disk.restored(MAX_ACTIVE_ROLLOUTS, self.now)
+        self.state.validate()
+        self.held = {job_id: (token, self.now + LEASE_S) for job_id, (token, _) in self.held.items()}
+        assert self.state.counts == old.counts
+        assert list(self.state.jobs) == list(old.jobs)
+        for job_id, job in self.state.jobs.items():
+            assert {**job.describe(), "lease_expires_at": 0} == {**old.jobs[job_id].describe(), "lease_expires_at": 0}
+
+    # What always holds.
+
+    @invariant()
+    def no_job_is_lost(self) -> None:
+        """All that were reserved are there, and no others."""
+        assert set(self.state.jobs) == set(self.known)
+        assert sum(self.state.counts.values()) == len(self.known)
+
+    @invariant()
+    def ends_absorb(self) -> None:
+        """What ended is as it was at its end."""
+        for job_id, job in self.ended.items():
+            assert self.state.jobs[job_id].describe() == job
+
+    @invariant()
+    def hands_are_as_told(self) -> None:
+        """A job is held exactly by whom was told so."""
+        held = {job.job_id: job.lease_token for job in self.state.jobs.values() if job.state in HELD}
+        assert held == {job_id: token for job_id, (token, expiry) in self.held.items() if expiry > self.state.now}
+
+    @invariant()
+    def bounds_are_kept(self) -> None:
+        """By counting what callers were told, not by the machine's own counters."""
+        open_jobs = [self.state.jobs[job_id] for job_id in self.known if job_id not in self.ended]
+        rollouts = [job for job in open_jobs if job.task_type == "rl" and job.state == "reserved"]
+        assert len(rollouts) <= MAX_ACTIVE_ROLLOUTS
+        for key, (_, _, _, in_flight, target, own_rollouts) in POLICIES.items():
+            mine = [job for job in open_jobs if job.policy_key == key]
+            assert len(mine) <= in_flight
+            assert target is None or self.completed[key] + len(mine) <= target
+            assert own_rollouts is None or sum(job.policy_key == key for job in rollouts) <= own_rollouts
+
+    def teardown(self) -> None:
+        """Whatever happened: every unfinished job can still be brought to its end."""
+        self.now += 2 * LEASE_S
+        self.do(Tick(self.now))
+        for job in list(self.state.jobs.values()):
+            if job.state == "reserved":
+                self.do(
+                    Mark(self.now, job.job_id, READY if job.task_type == "sft" else "needs_actor_forward", None, None)
+                )
+        for state, held in STAGES.items():
+            after = "needs_advantages" if state == "needs_actor_forward" else READY
+            while (job := self.do(Lease(self.now, state, held, "actor", ("vla",), "h", 1.0, None))["job"]) is not None:
+                self.do(Mark(self.now, job["job_id"], after, job["lease_token"], None))
+        while (job := self.do(Lease(self.now, READY, LEASED, "actor", ("vla",), "h", 1.0, None))["job"]) is not None:
+            self.do(Complete(self.now, job["job_id"], job["lease_token"], {}))
+        assert all(job.state in TERMINAL for job in self.state.jobs.values())
+
+
+TestSchedulerHistory = SchedulerHistory.TestCase
+TestSchedulerHistory.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)

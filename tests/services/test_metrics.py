@@ -191,9 +191,11 @@ def test_adapters_through_the_service(uri: str, tmp_path: Path) -> None:
 
 
 def test_as_an_actor(uri: str, tmp_path: Path) -> None:
-    """From another process: arrays, errors and replies survive the journey, and the loop answers while MLflow works."""
+    """Over TCP, as from another process: arrays, replies and errors survive the journey."""
     with (
-        LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address=None
+        ) as cluster,
         Client(cluster) as client,
     ):
         actor = client.submit(MetricsService, uri, str(tmp_path / "a"), actor=True, pure=False).result()

@@ -31,11 +31,13 @@ _STABLE_S = 60.0  # a child that lived so long starts again without delay
 _EARLY_EXITS = 3  # a child that ended so often before it was ever ready is given up
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on now; another process may still take it first, so starting is retried."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_ports(host: str, count: int) -> list[int]:
+    """Different ports that nobody listens on now; another process may still take one first: retry with others."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -56,6 +58,7 @@ class Child:
     Attributes:
         name: What logs and `joynexus status` call it.
         restarts: Times it was started again after it had been ready.
+        failed_starts: Times it ended before it was ever ready.
         ready: Set while the process has passed its readiness check.
     """
 
@@ -69,13 +72,14 @@ class Child:
         *,
         on_change: Callable[[], None],
         cwd: Path,
-        ready_within_s: float = 120.0,
+        ready_within_s: float = 300.0,
     ) -> None:
         """Args: `command` is asked before each start (a port may have to change before the first success);
         `check` is an async function that says whether the process answers; `on_change` hears of new pids."""
         self.name = name
         self.log = log
         self.restarts = 0
+        self.failed_starts = 0
         self.ready = asyncio.Event()
         self.process: asyncio.subprocess.Process | None = None
         self._command = command
@@ -131,7 +135,6 @@ class Child:
 
     async def _keep(self) -> None:
         delay_s = _FIRST_DELAY_S
-        early = 0
         while not self._stopping:
             started = time.monotonic()
             with self.log.open("ab") as log:
@@ -158,8 +161,8 @@ class Child:
             logger.warning("%s: %s after %.1f s", self.name, self._error, time.monotonic() - started)
             self._on_change()
             if not self._once_ready:
-                early += 1
-                if early >= _EARLY_EXITS:
+                self.failed_starts += 1
+                if self.failed_starts >= _EARLY_EXITS:
                     return
             if time.monotonic() - started > _STABLE_S:
                 delay_s = _FIRST_DELAY_S

@@ -27,7 +27,10 @@ class PrefectApi:
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
         self.url = url
         # Addresses are on this machine or named by the preset: a proxy from the environment is never meant.
-        self._http = httpx.AsyncClient(base_url=url.rstrip("/") + "/", timeout=timeout_s, trust_env=False)
+        # Certificates are loaded only where they are needed; it takes longer than most of our calls.
+        self._http = httpx.AsyncClient(
+            base_url=url.rstrip("/") + "/", timeout=timeout_s, trust_env=False, verify=url.startswith("https")
+        )
 
     async def __aenter__(self) -> PrefectApi:
         return self

@@ -34,16 +34,15 @@ from configs.cluster import ClusterSpec
 from configs.errors import JoyNexusError, ServiceUnavailable
 from configs.home import PROJECT_ROOT, Home
 from configs.platform import READY_EVENT, ROLES, PlatformAddresses, write_state
-from joynexus.children import Child, free_port, python, thread_environment
+from joynexus.children import Child, free_ports, python, thread_environment
 from joynexus.guard import MARK
 from joynexus.prefect_api import WORK_POOL, PrefectApi
 
 logger = logging.getLogger(__name__)
 
-FLOWS = ("platform", "train", "preprocess", "sft", "rl", "evaluate", "collect", "pretrain")
 RESIDENT_FLOWS = ("platform", "train", "preprocess")
 _WATCH_S = 5.0
-_SERVICES_WITHIN_S = 180.0
+_SERVICES_WITHIN_S = 600.0  # on a crowded machine; a platform run that ended is noticed at once
 
 
 class Supervisor:
@@ -58,10 +57,8 @@ class Supervisor:
         self._phase = "starting"
         self._stop = asyncio.Event()
         self._children: dict[str, Child] = {}
-        self._prefect_port = free_port(cluster.host)
-        self._dask_port = free_port(cluster.host)
-        self._page_port = free_port(cluster.host)
-        self._dashboard_port = free_port(cluster.host)
+        names = ("prefect-server", "dask-scheduler", "dask-page", "mlflow-page")
+        self._ports = dict(zip(names, free_ports(cluster.host, len(names)), strict=True))
         self._page_open = False
         self._guard: subprocess.Popen[bytes] | None = None
 
@@ -74,8 +71,8 @@ class Supervisor:
         return PlatformAddresses(
             home=str(self._home.root),
             cluster=self._cluster.name,
-            prefect_api_url=self._cluster.prefect_api_url or f"http://{host}:{self._prefect_port}/api",
-            dask_scheduler=self._cluster.dask_scheduler or f"tcp://{host}:{self._dask_port}",
+            prefect_api_url=self._cluster.prefect_api_url or f"http://{host}:{self._ports['prefect-server']}/api",
+            dask_scheduler=self._cluster.dask_scheduler or f"tcp://{host}:{self._ports['dask-scheduler']}",
             mlflow_uri=self._cluster.mlflow_uri or self._home.mlflow_uri,
         )
 
@@ -87,7 +84,7 @@ class Supervisor:
             "PREFECT_CLI_PROMPT": "false",
             "PREFECT_CLI_COLORS": "false",
             "PREFECT_HOME": str(self._home.prefect),
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
             # Prefect's clients ask again when sqlite was locked; logged, so that `joynexus status` can count it.
             "PREFECT_SERVER_LOG_RETRYABLE_ERRORS": "true",
             "PYTHONUNBUFFERED": "1",
@@ -111,8 +108,8 @@ class Supervisor:
                     "prefect": address.prefect_api_url.removesuffix("/api"),
                     "dask": None
                     if self._cluster.dask_scheduler
-                    else f"http://{self._cluster.host}:{self._dashboard_port}/status",
-                    "mlflow": f"http://{self._cluster.host}:{self._page_port}" if self._page_open else None,
+                    else f"http://{self._cluster.host}:{self._ports['dask-page']}/status",
+                    "mlflow": f"http://{self._cluster.host}:{self._ports['mlflow-page']}" if self._page_open else None,
                 },
                 "processes": {name: child.describe() for name, child in self._children.items()},
             },
@@ -124,6 +121,13 @@ class Supervisor:
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._progress.write(json.dumps(line) + "\n")
             self._progress.flush()
+
+    def _port(self, name: str) -> str:
+        """The part's port for its next start: the same for good once it was ready, else another at each try."""
+        child = self._children.get(name)
+        if child is not None and child.failed_starts:
+            (self._ports[name],) = free_ports(self._cluster.host, 1)
+        return str(self._ports[name])
 
     def _child(self, name: str, command: Any, check: Any, *, threads: int = 1) -> Child:
         child = Child(
@@ -193,17 +197,14 @@ class Supervisor:
 
     async def _prefect(self) -> None:
         if self._cluster.prefect_api_url is None:
-            first = True
-
-            def command() -> list[str]:
-                nonlocal first
-                if not first and not server.restarts and not server.ready.is_set():
-                    self._prefect_port = free_port(self._cluster.host)
-                first = False
-                port = str(self._prefect_port)
-                return python("prefect", "server", "start", "--host", self._cluster.host, "--port", port)
-
-            server = self._child("prefect-server", command, self._prefect_healthy)
+            server = self._child(
+                "prefect-server",
+                lambda: python(
+                    "prefect",
+                    *("server", "start", "--host", self._cluster.host, "--port", self._port("prefect-server")),
+                ),
+                self._prefect_healthy,
+            )
             await server.start()
         elif not await self._prefect_healthy():
             raise ServiceUnavailable(
@@ -223,8 +224,8 @@ class Supervisor:
                 "dask-scheduler",
                 lambda: python(
                     "distributed.cli.dask_scheduler",
-                    *("--host", host, "--port", str(self._dask_port)),
-                    *("--dashboard-address", f"{host}:{self._dashboard_port}"),
+                    *("--host", host, "--port", self._port("dask-scheduler")),
+                    *("--dashboard-address", f"{host}:{self._ports['dask-page']}"),
                 ),
                 self._dask_answers,
             )
@@ -253,7 +254,9 @@ class Supervisor:
             lambda: python(
                 "distributed.cli.dask_worker",
                 self.addresses.dask_scheduler,
-                *("--name", role, "--nthreads", "1", "--memory-limit", "0", "--nanny", "--no-dashboard"),
+                *("--name", role, "--nthreads", "1", "--memory-limit", "0", "--nanny"),
+                # Even without a dashboard a worker serves its health page, on all addresses unless told otherwise.
+                *("--no-dashboard", "--dashboard-address", f"{self._cluster.host}:0"),
                 *("--host", self._cluster.host, "--local-directory", str(local), "--death-timeout", "60"),
             ),
             registered,
@@ -287,10 +290,7 @@ class Supervisor:
                     await api.end(run["id"], "CRASHED", "the platform that ran it is gone")
 
     async def _deploy(self) -> None:
-        self._deployed = [f for f in FLOWS if (PROJECT_ROOT / "flows" / f"{f}.py").exists()]  # INTERIM
-        which = ["--all"] if len(self._deployed) == len(FLOWS) else [x for f in self._deployed for x in ("-n", f)]
-        if which:
-            await self._once("deploy", python("prefect", "--no-prompt", "deploy", *which))
+        await self._once("deploy", python("prefect", "--no-prompt", "deploy", "--all"))
         self._say(step="deployments of all flows")
 
     async def _prefect_worker(self) -> None:
@@ -369,10 +369,9 @@ class Supervisor:
     async def _watch(self) -> None:
         """Until told to stop: resident flows that ended are started again (children keep themselves)."""
         delay_s = _WATCH_S
-        while not self._stop.is_set():
+        while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), delay_s)
-            if self._stop.is_set():
                 return
             try:
                 for flow in RESIDENT_FLOWS:
@@ -392,7 +391,7 @@ class Supervisor:
             lambda: python(
                 "mlflow",
                 *("server", "--backend-store-uri", self.addresses.mlflow_uri),
-                *("--host", self._cluster.host, "--port", str(self._page_port), "--workers", "1"),
+                *("--host", self._cluster.host, "--port", self._port("mlflow-page"), "--workers", "1"),
             ),
             self._page_answers,
         )
@@ -402,7 +401,9 @@ class Supervisor:
             logger.warning("%s", error)
 
     async def _page_answers(self) -> bool:
-        async with PrefectApi(f"http://{self._cluster.host}:{self._page_port}") as page:  # MLflow has /health too
+        async with PrefectApi(
+            f"http://{self._cluster.host}:{self._ports['mlflow-page']}"
+        ) as page:  # MLflow has /health too
             return await page.healthy()
 
     async def _end(self) -> None:

@@ -36,13 +36,12 @@ class Service:
         if method.startswith("_"):
             raise AttributeError(method)
 
-        async def call(*args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-            limit = self._timeout_s if timeout_s is None else timeout_s
+        async def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return await asyncio.wait_for(_invoke(self._actor, method, args, kwargs), limit)
+                return await asyncio.wait_for(_invoke(self._actor, method, args, kwargs), self._timeout_s)
             except TimeoutError:
                 raise ServiceUnavailable(
-                    f"{self.name}.{method}: no reply in {limit:g} s; possible: the service hangs or is overloaded; "
+                    f"{self.name}.{method}: no reply in {self._timeout_s:g} s; possible: the service hangs or is overloaded; "
                     "see `joynexus status` and the log of its worker"
                 ) from None
             except (OSError, RuntimeError) as error:

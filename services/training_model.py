@@ -55,6 +55,7 @@ class TrainingModelService:
         self._slots: dict[str, PolicySlot] = {}
         self._configs: dict[str, BackendConfig] = {}  # {policy_key: configuration}
         self._folders: dict[str, Path] = {}  # {policy_key: output folder of the workload}
+        self._last_job: dict[str, str] = {}  # {policy_key: job whose result the slot holds}
         self._jobs_trained: dict[str, int] = {}  # {policy_key: jobs since its workload was opened}
         self._locks: dict[str, asyncio.Lock] = {}  # {tenant: lock}; one order of updates a slot
         self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()  # {job_id: result}; a re-sent job is done once
@@ -113,6 +114,7 @@ class TrainingModelService:
             self._configs[backend.policy_key] = backend
             self._folders[backend.policy_key] = Path(folder)
             self._jobs_trained[backend.policy_key] = 0
+            self._last_job.pop(backend.policy_key, None)
             return {"version": slot.version, "bytes": slot.num_bytes}
 
     async def close_slot(self, tenant_id: str) -> None:
@@ -150,9 +152,10 @@ class TrainingModelService:
             trained, result = await self._run(self._compute, self._train, slot, backend, data)
             if self._checkpoint_due(job, backend):
                 folder = self._folders[job["policy_key"]]
-                manifest = self._manifest(job, backend, trained)
+                manifest = self._manifest(job["job_id"], backend, trained)
                 result["checkpoint"] = await self._run(self._files, trained.save, folder, backend.policy_key, manifest)
             self._slots[tenant] = trained
+            self._last_job[backend.policy_key] = job["job_id"]
             self._jobs_trained[backend.policy_key] = trained_jobs = self._jobs_trained.get(backend.policy_key, 0) + 1
             every = backend.outputs.register_every_jobs
             result["register"] = every is not None and trained_jobs % every == 0
@@ -220,7 +223,7 @@ class TrainingModelService:
         backend = self._config(policy_key)
         async with self._lock(tenant_id):
             slot = self._slot(tenant_id)
-            params, manifest = slot.parameters(), self._manifest(None, backend, slot)
+            params, manifest = slot.parameters(), self._manifest(self._last_job.get(policy_key), backend, slot)
         tags = {
             "tenant": tenant_id,
             "policy_version": str(manifest["policy_version"]),
@@ -236,7 +239,8 @@ class TrainingModelService:
         backend = self._config(policy_key)
         async with self._lock(tenant_id):
             slot = self._slot(tenant_id)
-            manifest = self._manifest(None, backend, slot)
+            # The same job's manifest as in `train_job`: saving what is saved already changes nothing.
+            manifest = self._manifest(self._last_job.get(policy_key), backend, slot)
             return await self._run(self._files, slot.save, self._folders[policy_key], policy_key, manifest)
 
     async def restore(
@@ -326,12 +330,12 @@ class TrainingModelService:
     def _checkpoint_due(self, job: dict[str, Any], backend: BackendConfig) -> bool:
         return int(job["created_seq"]) % backend.outputs.checkpoint_every_jobs == 0
 
-    def _manifest(self, job: dict[str, Any] | None, backend: BackendConfig, slot: PolicySlot) -> dict[str, Any]:
+    def _manifest(self, job_id: str | None, backend: BackendConfig, slot: PolicySlot) -> dict[str, Any]:
         return {
             "tenant_id": backend.policy.tenant,
             "policy_key": backend.policy_key,
             "policy_version": slot.version,
-            "job_id": job and job["job_id"],
+            "job_id": job_id,
             "schema_signature": backend.policy.schema_signature,
             "policy": backend.policy.model_dump(mode="json"),
         }

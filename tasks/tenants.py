@@ -76,7 +76,7 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
             **{f"algorithm.{k}": v for k, v in workload.algorithm.model_dump(mode="json").items() if k != "optimizer"},
             **{f"optimizer.{k}": v for k, v in workload.algorithm.optimizer.model_dump(mode="json").items()},
         }
-        run = await metrics.open_run(workload.tenant.name, workload.task, parameters)
+        run = await metrics.open_run(workload.tenant.name, workload.task, parameters, request_id=run_id)
     except BaseException:
         await scheduler.close_policy(backend.policy_key, "the workload could not be opened")
         raise

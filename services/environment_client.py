@@ -76,7 +76,7 @@ class SessionClient:
         )
         if len(parts) == 1:
             return parts[0]
-        result = {name: np.concatenate([part[name] for part in parts]) for name in _CHUNK_FIELDS}
+        result: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in _CHUNK_FIELDS}
         result["observation"] = _concatenate([part["observation"] for part in parts])
         result["final_observation"] = _concatenate([part["final_observation"] for part in parts])
         offsets = [part["final_rows"] + s.start for part, s in zip(parts, self._slices, strict=True)]

@@ -46,7 +46,7 @@ def register() -> None:
         )
 
 
-class ReachEnv(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
+class ReachEnv(gymnasium.Env[Any, np.ndarray]):
     """Move to the red disc.
 
     Observation: `image` uint8 [64, 64, 3] and `proprioception` float32 [2], the agent's x, y.

@@ -1,0 +1,293 @@
+"""Conformance: what every simulator does behind `EnvironmentBatch`, whichever adapter it is."""
+
+import numpy as np
+import pytest
+
+from configs.errors import EnvironmentFault, SpecError, TenantFault
+from services.environments import renderer
+from services.environments.adapter import make_adapter
+from services.environments.batch import EnvironmentBatch
+from tests.services.environment_specs import preset, toy
+
+needs_renderer = pytest.mark.skipif(renderer.check() is not None, reason=str(renderer.check()))
+SPECS = {
+    "toy": toy(),
+    "reach": preset("reach"),
+    "pushcube": preset("pushcube"),
+    "pickcube": preset("pickcube"),
+}
+ALL = ["toy", "reach", *(pytest.param(name, marks=needs_renderer) for name in ("pushcube", "pickcube"))]
+
+
+@pytest.fixture(scope="module", params=ALL)
+def case(request):
+    """(spec, adapter with three environments), built once for all tests of one simulator."""
+    spec = SPECS[request.param]
+    adapter = make_adapter(spec, 3)
+    yield spec, adapter
+    adapter.close()
+
+
+def _batch(case, *, images=True):
+    spec, adapter = case
+    return EnvironmentBatch(spec, adapter, 3, images=images)
+
+
+def _actions(spec, steps, seed=0):
+    # Below 0.5 in the first dimension: that would end the toy's episode.
+    return np.random.default_rng(seed).uniform(-0.25, 0.4, (3, steps, spec["action_width"])).astype(np.float32)
+
+
+def _assert_equal(a, b, rows=slice(None)):
+    np.testing.assert_array_equal(a["proprioception"][rows], b["proprioception"][rows])
+    for name in a["images"]:
+        np.testing.assert_array_equal(a["images"][name][rows], b["images"][name][rows])
+
+
+def test_observations_are_as_declared(case):
+    spec, adapter = case
+    observation = _batch(case).reset([1, 2, 3])
+    assert observation["proprioception"].dtype == np.float32
+    assert observation["proprioception"].shape == (3, spec["state_width"])
+    assert set(observation["images"]) == {c["name"] for c in spec["cameras"]}
+    for camera in spec["cameras"]:
+        image = observation["images"][camera["name"]]
+        assert (image.dtype, image.shape) == (np.uint8, (3, camera["height"], camera["width"], 3))
+    assert len(observation["instructions"]) == 3
+    assert adapter.action_low.shape == adapter.action_high.shape == (spec["action_width"],)
+    assert all(isinstance(version, str) for version in adapter.versions.values())
+
+
+def test_the_seed_alone_decides_whatever_happened_before(case):
+    spec, _ = case
+    batch = _batch(case)
+    first = batch.reset([11, 12, 13])
+    after = batch.batch_step(_actions(spec, 3), [None] * 3)
+    batch.reset([99, 98, 97])
+    batch.batch_step(_actions(spec, 2, seed=5), [None] * 3)
+    again = batch.reset([11, 12, 13])
+    _assert_equal(first, again)
+    repeated = batch.batch_step(_actions(spec, 3), [None] * 3)
+    _assert_equal(after["observation"], repeated["observation"])
+    np.testing.assert_array_equal(after["reward"], repeated["reward"])
+    # Neither does the place in the batch matter, nor who else is there.
+    turned = batch.reset([13, None, 11])
+    np.testing.assert_array_equal(turned["proprioception"][[0, 2]], first["proprioception"][[2, 0]])
+    fresh = make_adapter(spec, 1)
+    alone = EnvironmentBatch(spec, fresh, 1, images=True)
+    _assert_equal(alone.reset([11]), first, rows=slice(0, 1))
+    alone_after = alone.batch_step(_actions(spec, 3)[:1], [None])
+    _assert_equal(alone_after["observation"], after["observation"], rows=slice(0, 1))
+    fresh.close()
+
+
+def test_a_chunk_equals_its_steps(case):
+    spec, _ = case
+    batch = _batch(case)
+    actions = _actions(spec, 3)
+    batch.reset([1, 2, 3])
+    chunk = batch.batch_step(actions, [None] * 3)
+    batch.reset([1, 2, 3])
+    steps = [batch.batch_step(actions[:, t : t + 1], [None] * 3) for t in range(3)]
+    _assert_equal(chunk["observation"], steps[-1]["observation"])
+    np.testing.assert_array_equal(chunk["reward"], np.concatenate([s["reward"] for s in steps], axis=1))
+    assert chunk["valid"].all()
+    assert (chunk["reward"].dtype, chunk["reward"].shape) == (np.float32, (3, 3))
+
+
+def test_truncation_masks_what_follows_and_hands_out_the_true_last_observation(case):
+    spec, _ = case
+    limit = spec["max_episode_steps"]
+    still = np.zeros((3, limit - 1, spec["action_width"]), np.float32)
+    batch = _batch(case)
+    batch.reset([1, 2, 3])
+    batch.batch_step(still, [None] * 3)
+    last = batch.batch_step(np.zeros((3, 4, spec["action_width"]), np.float32), [101, None, 103])
+    # One step was left, then three of the chunk's four actions are not executed.
+    np.testing.assert_array_equal(last["valid"], [[True, False, False, False]] * 3)
+    np.testing.assert_array_equal(last["truncated"], [[True, False, False, False]] * 3)
+    assert not last["terminated"].any()
+    assert not last["success"].any()
+    assert (last["reward"][:, 1:] == 0).all()
+    np.testing.assert_array_equal(last["final_rows"], [0, 1, 2])
+    # Environments 0 and 2 went on with their next seeds, 1 is idle and repeats its last observation.
+    fresh = _batch(case).reset([101, 2, 103])
+    _assert_equal(last["observation"], fresh, rows=[0, 2])
+    np.testing.assert_array_equal(
+        last["observation"]["proprioception"][1], last["final_observation"]["proprioception"][1]
+    )
+    assert (last["final_observation"]["proprioception"] != fresh["proprioception"]).any()
+
+
+def test_an_idle_environment_is_not_stepped(case):
+    spec, _ = case
+    batch = _batch(case)
+    before = batch.reset([1, None, 3])
+    after = batch.batch_step(_actions(spec, 2), [None] * 3)
+    np.testing.assert_array_equal(after["valid"], [[True, True], [False, False], [True, True]])
+    _assert_equal(after["observation"], before, rows=[1])
+
+
+def test_what_is_handed_out_does_not_change_later(case):
+    spec, _ = case
+    batch = _batch(case)
+    observation = batch.reset([1, 2, 3])
+    kept = {
+        "proprioception": observation["proprioception"].copy(),
+        "images": {k: v.copy() for k, v in observation["images"].items()},
+    }
+    batch.batch_step(_actions(spec, 2), [None] * 3)
+    batch.reset([7, 8, 9])
+    _assert_equal(observation, kept)
+
+
+def test_without_images_nothing_is_rendered(case, monkeypatch):
+    spec, adapter = case
+    monkeypatch.setattr(adapter, "render", lambda indices: pytest.fail("rendered"))
+    batch = _batch(case, images=False)
+    assert batch.reset([1, 2, 3])["images"] == {}
+    assert batch.batch_step(_actions(spec, 1), [None] * 3)["observation"]["images"] == {}
+
+
+def test_actions_are_clipped_at_the_environment_and_nan_is_the_tenants(case):
+    spec, _ = case
+    batch = _batch(case)
+    batch.reset([1, 2, 3])
+    far = batch.batch_step(np.full((3, 1, spec["action_width"]), -1.0, np.float32), [None] * 3)
+    batch.reset([1, 2, 3])
+    farther = batch.batch_step(np.full((3, 1, spec["action_width"]), -50.0, np.float32), [None] * 3)
+    _assert_equal(far["observation"], farther["observation"])
+    with pytest.raises(TenantFault, match="actions: got a value that is not finite"):
+        batch.batch_step(np.full((3, 1, spec["action_width"]), np.nan, np.float32), [None] * 3)
+    with pytest.raises(TenantFault, match=rf"possible: '?\[3, H, {spec['action_width']}\]"):
+        batch.batch_step(np.zeros((3, 1, 17), np.float32), [None] * 3)
+    with pytest.raises(TenantFault, match="next_seeds: got '2 values'"):
+        batch.batch_step(np.zeros((3, 1, spec["action_width"]), np.float32), [None] * 2)
+
+
+def test_an_episode_that_ends_in_a_chunk_by_success_has_terminated():
+    # The toy succeeds where action[0] > 0.5: environment 0 in the second of three steps, 1 never, 2 at once.
+    batch = EnvironmentBatch(SPECS["toy"], make_adapter(SPECS["toy"], 3), 3, images=True)
+    batch.reset([10, 20, 30])
+    actions = np.array([[[0], [1], [1]], [[0], [0], [0]], [[1], [0], [0]]], np.float32)
+    result = batch.batch_step(actions, [11, 21, 31])
+    np.testing.assert_array_equal(result["valid"], [[1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    np.testing.assert_array_equal(result["terminated"], [[0, 1, 0], [0, 0, 0], [1, 0, 0]])
+    np.testing.assert_array_equal(result["reward"], [[1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    np.testing.assert_array_equal(result["success"], [True, False, True])
+    assert not result["truncated"].any()
+    np.testing.assert_array_equal(result["final_rows"], [0, 2])
+    np.testing.assert_array_equal(result["final_observation"]["proprioception"], [[10, 2], [30, 1]])
+    np.testing.assert_array_equal(result["final_observation"]["images"]["front"][:, 0, 0, 0], [2, 1])
+    np.testing.assert_array_equal(result["observation"]["proprioception"], [[11, 0], [20, 3], [31, 0]])
+    assert result["observation"]["instructions"] == ["count from 11", "count from 20", "count from 31"]
+    assert result["final_observation"]["instructions"] == ["count from 10", "count from 30"]
+
+
+def test_success_in_the_last_allowed_step_is_termination():
+    batch = EnvironmentBatch(SPECS["toy"], make_adapter(SPECS["toy"], 1), 1, images=False)
+    batch.reset([1])
+    result = batch.batch_step(np.array([[[0], [0], [0], [0], [1]]], np.float32), [None])
+    assert result["terminated"][0, 4]
+    assert not result["truncated"].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "noise", "least"),
+    [
+        ("reach", 0.0, 20),
+        ("reach", 0.3, 20),
+        *(pytest.param("pushcube", noise, 5, marks=needs_renderer) for noise in (0.0, 0.2)),
+        pytest.param("pickcube", 0.05, 5, marks=needs_renderer),
+    ],
+)
+def test_the_expert_solves_it(name, noise, least):
+    spec = SPECS[name]
+    adapter = make_adapter(spec, 1)
+    batch = EnvironmentBatch(spec, adapter, 1, images=False)
+    episodes = [batch.expert_episode(seed, noise) for seed in range(least)]
+    assert sum(e["success"] for e in episodes) == least
+    assert np.mean([len(e["actions"]) for e in episodes]) < 0.6 * spec["max_episode_steps"]
+    for episode in episodes:
+        steps = len(episode["actions"])
+        assert len(episode["proprioception"]) == len(episode["executed"]) == len(episode["reward"]) == steps
+    again = batch.expert_episode(3, noise)
+    np.testing.assert_array_equal(again["executed"], episodes[3]["executed"])
+    adapter.close()
+
+
+def test_a_random_policy_seldom_reaches_and_positions_are_in_the_picture():
+    spec = SPECS["reach"]
+    batch = EnvironmentBatch(spec, make_adapter(spec, 8), 8, images=True)
+    random = np.random.default_rng(0)
+    ended = succeeded = 0
+    observation = batch.reset(list(range(8)))
+    for _ in range(12):
+        chunk = random.uniform(-1, 1, (8, 20, 2)).astype(np.float32)
+        result = batch.batch_step(chunk, [int(s) for s in random.integers(1 << 31, size=8)])
+        ended, succeeded = ended + len(result["final_rows"]), succeeded + int(result["success"].sum())
+    assert ended == 96  # every episode ends within 20 steps
+    assert succeeded / ended < 0.3
+    # The red disc's centre of mass is where the privileged position says: within half a pixel of 1/32.
+    observation = batch.reset(list(range(8)))
+    goal = batch.scene_positions()["goal"]
+    for image, place in zip(observation["images"]["top"].astype(int), goal, strict=True):
+        red = (image[..., 0] > 180) & (image[..., 1] < 100)
+        rows, columns = np.nonzero(red)
+        seen = (columns.mean() + 0.5) / 32 - 1, 1 - (rows.mean() + 0.5) / 32
+        np.testing.assert_allclose(seen, place[:2], atol=1 / 64)
+
+
+@needs_renderer
+def test_light_visuals_change_the_picture_and_not_the_physics():
+    light, full = SPECS["pushcube"], preset("pushcube", light_visuals=False)
+    results = []
+    for spec in (light, full):
+        adapter = make_adapter(spec, 1)
+        batch = EnvironmentBatch(spec, adapter, 1, images=True)
+        batch.reset([4])
+        results.append(batch.batch_step(_actions(spec, 4)[:1], [None])["observation"])
+        adapter.close()
+    np.testing.assert_array_equal(results[0]["proprioception"], results[1]["proprioception"])
+    assert (results[0]["images"]["base"] != results[1]["images"]["base"]).any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (toy(action_width=3, action={"mean": [0, 0, 0], "std": [1, 1, 1]}), "action_width: got 3"),
+        (preset("reach", id="Nowhere-v0"), "id: got 'Nowhere-v0'; possible: a registered gymnasium id"),
+        (preset("reach", backend="gpu"), "backend: got 'gpu'; possible: cpu"),
+        (preset("reach", kind="mujoco"), "kind: got 'mujoco'; possible: gymnasium, maniskill"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_by_field(spec, message):
+    with pytest.raises(SpecError) as caught:
+        make_adapter(spec, 1)
+    assert str(caught.value).startswith(message)
+
+
+@needs_renderer
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id": "PushSphere-v9"}, "id: got 'PushSphere-v9'; possible: a registered ManiSkill task"),
+        ({"backend": "gpu"}, "backend: got 'gpu'; possible: cpu, since this machine has no CUDA device"),
+        ({"cameras": [{"name": "wrist", "height": 64, "width": 64}]}, "cameras: got 'wrist'; possible: base"),
+        ({"state_width": 7}, "state_width: got 7; possible: 25"),
+    ],
+)
+def test_a_wrong_maniskill_declaration_is_refused_by_field(changes, message):
+    import torch
+
+    if changes.get("backend") == "gpu" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(SpecError) as caught:
+        make_adapter(preset("pushcube", **changes), 1)
+    assert str(caught.value).startswith(message)
+
+
+def test_positions_that_an_environment_does_not_offer_are_a_fault():
+    adapter = make_adapter(SPECS["toy"], 1)
+    with pytest.raises(EnvironmentFault, match=r"scene_positions: .* offers none"):
+        adapter.scene_positions([0])

@@ -37,7 +37,11 @@ class PlainPolicy:
         feature = self.backbone.encode(self.backbone.prepare(observation, self.cameras))
         proprioception = torch.from_numpy(self.state.normalise(observation["proprioception"]))
         decision = self.module.act(feature, proprioception, generator)
-        kept = {"action": decision.action.numpy(), "log_prob": decision.log_prob.numpy(), "value": decision.value.numpy()}
+        kept = {
+            "action": decision.action.numpy(),
+            "log_prob": decision.log_prob.numpy(),
+            "value": decision.value.numpy(),
+        }
         return self.action.unnormalise(kept["action"]), kept
 
 
@@ -80,10 +84,9 @@ class PlainCollection:
         return list(range(self._seed - count, self._seed))
 
     def _observe(self, rows: list[int]) -> dict[str, Any]:
-        images, proprioception = self._environments.observe(rows, images=True)
         return {
-            "images": images,
-            "proprioception": proprioception,
+            "images": self._environments.render(rows),
+            "proprioception": self._environments.proprioception(rows),
             "instructions": self._instructions[: len(rows)],
         }
 

@@ -33,7 +33,7 @@ from services.training_scheduler import TrainingScheduler, raise_error
 
 LEASE_S = 60.0
 BOUND = 1_000_000
-DEPTHS = (100, 100_000)
+FEW = 100
 CHUNK = 500  # commands of one `apply` while the queue is filled
 
 Send = Callable[[list[dict[str, Any]]], Awaitable[list[Any]]]
@@ -186,17 +186,17 @@ async def in_process(folder: Path, report: Report, clients: int, jobs: int, repe
     report.summary["lifecycles_per_second"] = max(found)
 
 
-async def at_depths(folder: Path, report: Report, clients: int, jobs: int, repeats: int) -> None:
+async def at_depths(folder: Path, report: Report, clients: int, jobs: int, repeats: int, many: int) -> None:
     """Seconds a lifecycle with few and with many ready jobs queued."""
     actors = {}
-    for depth in DEPTHS:
+    for depth in (FEW, many):
         actors[depth] = actor = TrainingScheduler(str(folder / f"depth{depth}.sqlite"), BOUND)
         await actor.apply(policies(clients))
         for start in range(0, depth, CHUNK):
             numbers = range(start, min(start + CHUNK, depth))
             replies = await together(actor)([reserve(number % clients, f"fill-{number}") for number in numbers])
             await together(actor)([ready(reply["job"]["job_id"]) for reply in replies])
-    seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+    seconds: dict[int, list[float]] = {depth: [] for depth in actors}
     for repeat in range(repeats):  # alternating, so that what else the machine does falls on both
         for depth, actor in actors.items():
             took = await lifecycles(actor, one_by_one(actor), clients, jobs // clients, f"depth-{repeat}")
@@ -205,8 +205,7 @@ async def at_depths(folder: Path, report: Report, clients: int, jobs: int, repea
         assert (await actor.counts())["ready"] == depth
         _row(report, f"depth {depth:,}", clients, [1 / took for took in seconds[depth]])
         await actor.close()
-    few, many = (statistics.median(seconds[depth]) for depth in DEPTHS)
-    report.summary["cost_ratio_100k"] = many / few
+    report.summary["cost_ratio_100k"] = statistics.median(seconds[many]) / statistics.median(seconds[FEW])
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -220,8 +219,10 @@ def measure(options: argparse.Namespace) -> Report:
     )
 
     async def all_three(folder: Path) -> None:
-        for part in (through_dask, in_process, at_depths):
-            await part(folder, report, options.clients, options.jobs, options.repeats)
+        sizes = options.clients, options.jobs, options.repeats
+        await through_dask(folder, report, *sizes)
+        await in_process(folder, report, *sizes)
+        await at_depths(folder, report, *sizes, options.depth)
 
     with tempfile.TemporaryDirectory(dir=options.folder or None) as folder:
         asyncio.run(all_three(Path(folder)))
@@ -247,6 +248,7 @@ if __name__ == "__main__":
             ("clients", 32, "producers, and as many trainers"),
             ("jobs", 2000, "lifecycles of one run"),
             ("repeats", 3, "runs of each"),
+            ("depth", 100_000, "ready jobs of the deep queue; the summary's figure is for 100,000"),
             ("folder", "", "where the journals lie; empty: the system's temporary folder"),
         ),
     )

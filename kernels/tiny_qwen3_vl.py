@@ -41,15 +41,28 @@ QWEN_SPLIT = (
 )
 _VERBS = ("push", "pick up", "reach", "place", "lift", "move", "grasp", "stack", "open", "close", "pull", "turn", "put")
 _COLOURS = ("red", "green", "blue", "yellow", "white", "black", "orange", "purple")
-_OBJECTS = ("cube", "ball", "target", "goal", "drawer", "door", "bowl", "block", "cup", "plate", "button", "peg")
-_PLACES = ("to the target", "to the goal position", "on the table", "into the box", "to the left", "with the gripper")
+_THINGS = ("cube", "ball", "target", "goal", "drawer", "door", "bowl", "block", "cup", "plate", "button", "peg")
+_PLACES = (
+    "to the target",
+    "to the goal position",
+    "on the table",
+    "into the box",
+    "to the left",
+    "to the right",
+    "with the gripper",
+    "and hold it at the",
+    "and keep it in the",
+    "and release it over the",
+)
 
 
 def corpus() -> list[str]:
     """Sentences in the manner of robot instructions; the tokenizer's training text, always the same."""
     sentences = [
-        f"{verb} the {colour} {thing} {place}"
-        for verb, colour, thing, place in itertools.product(_VERBS, _COLOURS, _OBJECTS, _PLACES)
+        f"{verb} the {thing} {place} {colour} {other}"
+        for verb, thing, place, (colour, other) in itertools.product(
+            _VERBS, _THINGS, _PLACES, zip(itertools.cycle(_COLOURS), _THINGS, strict=False)
+        )
     ]
     return ["user\n", "assistant\n", "what should the robot do?", " state: 012 128 255", *sentences]
 

@@ -94,7 +94,9 @@ def train_base(
     spec = presets.base_model(base_model)
     tokenizer = tiny_qwen3_vl.tokenizer()
     model = tiny_qwen3_vl.random_model(spec, tokenizer, seed)
-    backbone = Backbone(spec, model.model, tokenizer, tiny_qwen3_vl.image_processor())
+    # Padding is seen by nothing, so training may leave it out.
+    unpadded = spec.model_copy(update={"length_bucket": 1})
+    backbone = Backbone(unpadded, model.model, tokenizer, tiny_qwen3_vl.image_processor())
     trainer = GroundingTrainer(backbone, train, seed=seed, steps=steps)
     losses = []
     for step in range(steps):

@@ -1,0 +1,258 @@
+"""Workloads through their deployments on a real platform: what is left behind, and what is the same to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs import presets
+from configs.errors import UnknownObject
+from configs.home import Home
+from configs.platform import PlatformAddresses
+from configs.requests import CollectRequest, EvaluateRequest
+from configs.workload import EvaluationSpec, WorkloadSpec
+from joynexus.demo import job_run_counts
+from services import lookup
+from services.mirror_state import prefect_state
+from storage.checkpoints import CheckpointStore
+from storage.partitions import PartitionStore
+from tests.flows.running import Running, running, workload
+
+DATASET = "reach-tests"
+SMALL = {"jobs": 2, "num_envs": 4, "rollout_steps": 8, "epochs": 1, "microbatch_size": 16}
+
+
+def final_parameters(home: Home, spec: WorkloadSpec, run_id: str) -> dict[str, np.ndarray]:
+    folder: Path = home.tenant(spec.tenant.name) / "workloads" / run_id / "checkpoints"
+    return dict(CheckpointStore(folder).load().params)
+
+
+def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def dataset(platform: PlatformAddresses, home: Home) -> str:
+    """A few demonstrations of Reach-v0, collected by the flow."""
+
+    async def collect() -> None:
+        async with running(platform, home) as here:
+            request = CollectRequest(dataset=DATASET, environment="reach", episodes=6, hosts=1)
+            await here.completed(await here.api.start("collect", {"request": request.model_dump(mode="json")}))
+
+    asyncio.run(collect())
+    return DATASET
+
+
+def sft(tenant: str, dataset: str, **changes: Any) -> WorkloadSpec:
+    """A short fine-tuning on the demonstrations of Reach-v0."""
+    reach = presets.workload("reach").action_module
+    found = workload("demos", tenant, **({"jobs": 2, "batches_per_job": 2, "microbatch_size": 16} | changes))
+    widths = {"state_width": reach.state_width, "action_width": reach.action_width}
+    return found.model_copy(
+        update={
+            "data": found.data and found.data.model_copy(update={"dataset": dataset}),
+            "action_module": found.action_module.model_copy(update=widths),
+        }
+    )
+
+
+def test_rl_and_sft_leave_checkpoints_an_adapter_and_no_partition(
+    platform: PlatformAddresses, home: Home, dataset: str
+) -> None:
+    """Both run at once, are evaluated and registered; job runs in Prefect equal the scheduler's counts."""
+
+    async def main() -> None:
+        async with running(platform, home) as here:
+            held_out = EvaluationSpec(environment="reach", episodes=4, first_seed=40_000, num_envs=4)
+            specs = [
+                workload("reach", "learner", **SMALL).model_copy(update={"evaluation": held_out}),
+                sft("copier", dataset).model_copy(update={"evaluation": held_out}),
+            ]
+            runs = [await here.start(spec) for spec in specs]
+            for run in runs:
+                await here.completed(run)
+            for spec, run in zip(specs, runs, strict=True):
+                report = here.report(spec, run)
+                assert report["jobs"] == {"completed": 2, "failed": 0, "dropped": 0}
+                assert report["policy_version"] > 0
+                assert report["episodes"] == 8
+                folder = home.tenant(spec.tenant.name) / "workloads" / run
+                assert {"workload.yaml", "backend.json", "checkpoints", "report.json"} <= {
+                    p.name for p in folder.iterdir()
+                }
+                champion = await (await here.service(lookup.METRICS)).resolve(f"models:/{spec.policy_key}@champion")
+                assert equal(champion.params, final_parameters(home, spec, run))
+                assert champion.tags["policy_version"] == str(report["policy_version"])
+            assert PartitionStore(home.partitions).list() == []
+            await counts_agree(here)
+
+    asyncio.run(main())
+
+
+async def counts_agree(here: Running) -> None:
+    """Flow runs of jobs by state equal the scheduler's counts, once the mirror has caught up."""
+    assert await (await here.service(lookup.MIRROR)).caught_up(timeout_s=30)
+    counts: dict[str, int] = {}
+    for state, n in (await (await here.service(lookup.SCHEDULER)).counts()).items():
+        if n:
+            name = prefect_state(state)[1]
+            counts[name] = counts.get(name, 0) + n
+    assert await job_run_counts(here.api) == counts
+
+
+def test_the_mirror_is_at_most_five_seconds_behind_while_jobs_run(
+    platform: PlatformAddresses, home: Home, dataset: str
+) -> None:
+    """Sampled while a workload runs: every job that the scheduler ended 5 s ago has ended in Prefect too."""
+
+    async def main() -> None:
+        async with running(platform, home) as here:
+            spec = sft("mirrored", dataset, jobs=12)
+            run = await here.start(spec)
+            scheduler, mirror = await here.service(lookup.SCHEDULER), await here.service(lookup.MIRROR)
+            samples = 0
+            while (await here.api.run(run))["state_type"] not in ("COMPLETED", "FAILED", "CRASHED"):
+                old = time.time() - 5.0
+                ended = {
+                    job["job_id"]
+                    for job in await scheduler.jobs(states=["completed", "failed", "dropped"])
+                    if job["ended_at"] < old
+                }
+                shown = {
+                    row["name"]
+                    for row in await here.api.runs_with_tag("joynexus-job")
+                    if row["state_type"] in ("COMPLETED", "FAILED", "CANCELLED")
+                }
+                assert ended <= shown
+                assert (await mirror.status())["lag_s"] <= 5.0
+                samples += 1
+                await asyncio.sleep(0.3)
+            assert samples > 3
+            await here.completed(run)
+            children = await here.api.children(run)
+            assert len(children) == 12, "each job's run is a child of its workload's"
+
+    asyncio.run(main())
+
+
+def test_an_evaluation_that_overlaps_training_uses_one_version_and_leaves_nothing(
+    platform: PlatformAddresses, home: Home
+) -> None:
+    async def main() -> None:
+        async with running(platform, home) as here:
+            scheduler, inference = await here.service(lookup.SCHEDULER), await here.service(lookup.INFERENCE)
+            training = await here.service(lookup.TRAINING)
+            spec = workload("reach", "moving", **(SMALL | {"jobs": 6}))
+            run = await here.start(spec)
+            while (await training.versions()).get("moving", 0) == 0:
+                await asyncio.sleep(0.1)
+            request = EvaluateRequest(targets=("moving",), environment="reach", episodes=24, first_seed=41_000)
+            evaluation = await here.api.start("evaluate", {"request": request.model_dump(mode="json")})
+            seen: set[int] = set()
+            while (await here.api.run(evaluation))["state_type"] not in ("COMPLETED", "FAILED", "CRASHED"):
+                status = await inference.status()
+                seen |= {
+                    a["version"] for a in status["active"] if a["kind"] == "evaluation" and a["tenant"] == "moving"
+                }
+                await asyncio.sleep(0.05)
+            await here.completed(evaluation)
+            await here.completed(run)
+            assert len(seen) == 1
+            report = here.report(spec, run)
+            # 6 jobs of 32 samples in microbatches of 16, one epoch: two steps each, none from the evaluation.
+            assert report["policy_version"] == 12
+            assert (await training.versions())["moving"] == 12
+            assert len(await scheduler.jobs(policy_key="moving.rl")) == 6
+            assert PartitionStore(home.partitions).list() == []
+            assert (await inference.status())["tenants"]["moving"]["pinned"] == {}
+
+    asyncio.run(main())
+
+
+def test_an_adapter_is_resolved_once_and_evaluated_by_name(platform: PlatformAddresses, home: Home) -> None:
+    """Twice the same champion on the same seeds: the same outcomes; its temporary serving state is gone after."""
+
+    async def main() -> None:
+        async with running(platform, home) as here:
+            request = EvaluateRequest(
+                targets=("models:/learner.rl@champion",), environment="reach", episodes=4, first_seed=40_000, rounds=2
+            )
+            await here.completed(await here.api.start("evaluate", {"request": request.model_dump(mode="json")}))
+            status = await (await here.service(lookup.INFERENCE)).status()
+            assert not [name for name in status["tenants"] if name.startswith("adapter-")]
+
+    asyncio.run(main())
+
+
+def test_sft_with_fixed_seeds_gives_the_same_parameters_twice(
+    platform: PlatformAddresses, home: Home, dataset: str
+) -> None:
+    async def main() -> None:
+        async with running(platform, home) as here:
+            ends = []
+            for _ in range(2):
+                spec = sft("repeated", dataset)
+                run = await here.start(spec)
+                await here.completed(run)
+                ends.append(final_parameters(home, spec, run))
+            assert equal(*ends)
+
+    asyncio.run(main())
+
+
+def test_rl_in_lock_step_gives_the_same_parameters_twice(platform: PlatformAddresses, home: Home) -> None:
+    async def main() -> None:
+        async with running(platform, home) as here:
+            ends = []
+            for _ in range(2):
+                spec = workload("reach", "locked", **(SMALL | {"lockstep": True}))
+                run = await here.start(spec)
+                await here.completed(run)
+                ends.append(final_parameters(home, spec, run))
+                jobs = await (await here.service(lookup.SCHEDULER)).jobs(policy_key="locked.rl")
+                # Each rollout acted under the version that the job before it made.
+                assert [job["behavior_policy_version"] for job in jobs[-2:]] == [0, 2]
+            assert equal(*ends)
+
+    asyncio.run(main())
+
+
+def test_a_second_workload_of_a_running_policy_is_refused(
+    platform: PlatformAddresses, home: Home, dataset: str
+) -> None:
+    """And a cancelled one leaves the queue, clears its partitions, and its results are discarded."""
+
+    async def main() -> None:
+        async with running(platform, home) as here:
+            spec = workload("reach", "twice", **(SMALL | {"jobs": 200}))
+            first = await here.start(spec)
+            scheduler = await here.service(lookup.SCHEDULER)
+            while not [j for j in await _jobs(scheduler, "twice.rl") if j["state"] == "completed"]:
+                await asyncio.sleep(0.1)
+            other = spec.model_copy(update={"limits": spec.limits.model_copy(update={"priority": 3})})
+            refused = await here.ended(await here.start(other))
+            assert refused["state_type"] == "FAILED"
+            assert "twice.rl" in refused["state"]["message"]
+            await here.api.cancel(first)
+            assert (await here.ended(first))["state_type"] == "CANCELLED"
+            while [j for j in await _jobs(scheduler, "twice.rl") if j["state"] not in ("completed", "dropped")]:
+                await asyncio.sleep(0.1)
+            dropped = [j for j in await _jobs(scheduler, "twice.rl") if j["state"] == "dropped"]
+            assert all("cancelled" in job["reason"] for job in dropped)
+            while [p for p in PartitionStore(home.partitions).list() if "twice" in p]:
+                await asyncio.sleep(0.1)
+
+    asyncio.run(main())
+
+
+async def _jobs(scheduler: lookup.Service, policy_key: str) -> list[dict[str, Any]]:
+    try:
+        return list(await scheduler.jobs(policy_key=policy_key))
+    except UnknownObject:
+        return []

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,26 @@ class Child:
         self,
         name: str,
         command: Callable[[], list[str]],
-        environment: Mapping[str, str],
+        environment: Callable[[], Mapping[str, str]],
         log: Path,
-        check: Callable[[], Any],
+        check: Callable[[], Awaitable[bool]],
         *,
         on_change: Callable[[], None],
         cwd: Path,
         ready_within_s: float = 300.0,
     ) -> None:
-        """Args: `command` is asked before each start (a port may have to change before the first success);
-        `check` is an async function that says whether the process answers; `on_change` hears of new pids."""
+        """Describe it; nothing is started yet.
+
+        Args:
+            name: What logs and `joynexus status` call it.
+            command: Its command line, asked before each start (a port may change before the first success).
+            environment: All of its environment, asked before each start.
+            log: File that gets its output.
+            check: Says whether it answers.
+            on_change: Hears of new process ids and readiness.
+            cwd: Its working folder.
+            ready_within_s: How long the first start may take in all.
+        """
         self.name = name
         self.log = log
         self.restarts = 0
@@ -83,7 +93,7 @@ class Child:
         self.ready = asyncio.Event()
         self.process: asyncio.subprocess.Process | None = None
         self._command = command
-        self._environment = dict(environment)
+        self._environment = environment
         self._check = check
         self._on_change = on_change
         self._cwd = cwd
@@ -144,7 +154,7 @@ class Child:
                     stdout=log,
                     stderr=log,
                     cwd=self._cwd,
-                    env=self._environment,
+                    env=self._environment(),
                     start_new_session=True,
                 )
             logger.info("%s: started as process %d", self.name, self.process.pid)

@@ -64,10 +64,10 @@ def run_workloads(paths: Sequence[Path], home: Home, cluster: str) -> int:
     """
     workloads = read_workloads(paths)
     configs = admit_all(workloads, home, presets.cluster(cluster))
-    console = Console()
+    console = tables.console()
     addresses = processes.ensure_up(home, cluster, lambda line: console.print(f"  {line}", highlight=False))
     followed = asyncio.run(_run(workloads, configs, addresses, console))
-    tables.print_ends(console, [(f.config.policy_key, f.state, f.message) for f in followed])
+    tables.print_ends([(f.config.policy_key, f.state, f.message) for f in followed])
     return 0 if all(f.state == "COMPLETED" for f in followed) else 1
 
 

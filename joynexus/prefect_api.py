@@ -75,8 +75,8 @@ class PrefectApi:
         rows = await self._call("POST", f"work_pools/{pool}/workers/filter", {}, allow=(404,))
         return [row["name"] for row in rows or [] if row["status"] == "ONLINE"]
 
-    async def deployment_id(self, flow: str) -> str:
-        """Id of the deployment `flow/flow`.
+    async def deployment(self, flow: str) -> dict[str, Any]:
+        """The deployment `flow/flow`.
 
         Raises:
             UnknownObject: if it was not deployed.
@@ -84,7 +84,11 @@ class PrefectApi:
         found = await self._call("GET", f"deployments/name/{flow}/{flow}", allow=(404,))
         if found is None:
             raise UnknownObject(f"deployment: {flow}/{flow} is not on this server; run `prefect deploy --all`")
-        return str(found["id"])
+        return dict(found)
+
+    async def deployment_id(self, flow: str) -> str:
+        """Its id."""
+        return str((await self.deployment(flow))["id"])
 
     async def start(self, flow: str, parameters: dict[str, Any], name: str | None = None) -> str:
         """Start a run of the deployment `flow/flow` now; returns the flow run's id."""
@@ -119,6 +123,15 @@ class PrefectApi:
         """Up to 200 flow runs that carry `tag`, from `offset` on, in a fixed order."""
         body = {"flow_runs": {"tags": {"all_": [tag]}}, "sort": "ID_DESC", "limit": 200, "offset": offset}
         return list(await self._call("POST", "flow_runs/filter", body))
+
+    async def children(self, flow_run_id: str) -> list[dict[str, Any]]:
+        """Flow runs, at most 200, whose parent task run belongs to that flow run."""
+        body = {"flow_runs": {"parent_flow_run_id": {"any_": [flow_run_id]}}, "limit": 200}
+        return list(await self._call("POST", "flow_runs/filter", body))
+
+    async def cancel(self, flow_run_id: str) -> None:
+        """Ask the run's worker to cancel it, as the button on its page does."""
+        await self._call("POST", f"flow_runs/{flow_run_id}/set_state", {"state": {"type": "CANCELLING"}})
 
     async def end(self, flow_run_id: str, state: str, message: str) -> None:
         """Force the run into a terminal state."""

@@ -122,7 +122,7 @@ def lock_hint(home: Home) -> str | None:
         log = (home.logs / "prefect-server.log").read_text(errors="replace")
     except FileNotFoundError:
         return None
-    times = log.count("database is locked")
+    times = log.count("\nsqlite3.OperationalError: database is locked")
     if not times:
         return None
     return (

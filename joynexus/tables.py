@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from distributed import Client
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -36,55 +37,62 @@ def ask(home: Home, question: Callable[[Client], Awaitable[Any]]) -> Any:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     """A table; None shows as a dash."""
-    made = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        made.add_column(column, overflow="fold")
+        # Words stay whole; the last column, which holds sentences and paths, takes what is left.
+        made.add_column(column, no_wrap=column != columns[-1], overflow="fold")
     for row in rows:
         made.add_row(*("–" if cell is None else str(cell) for cell in row))
     return made
 
 
-def print_pages(home: Home, console: Console | None = None) -> None:
+def console() -> Console:
+    """As wide as the terminal; wide enough for whole lines where the output goes to a file or a pipe."""
+    made = Console()
+    return made if made.is_terminal else Console(width=160)
+
+
+def print_pages(home: Home) -> None:
     """Addresses of the pages that a person may open."""
-    console = console or Console()
+    out = console()
     state = read_state(home)
     for name, url in (state["pages"] if state else {}).items():
         if url:
-            console.print(f"  {name:<8} {url}", highlight=False, soft_wrap=True)
+            out.print(f"  {name:<8} {url}", highlight=False, soft_wrap=True)
 
 
 def print_status(home: Home) -> int:
     """Processes, pages, and what waits for what; 1 if something is dead or nothing runs."""
-    console = Console()
+    out = console()
     rows = processes.status(home)
     if not rows:
-        console.print(f"nothing runs under {home.root}", highlight=False)
+        out.print(f"nothing runs under {home.root}", highlight=False)
         return 1
-    console.print(
+    out.print(
         table(
             f"processes of {home.root}",
             ("process", "pid", "state", "restarts", "MB", "log"),
             [(r.name, r.pid, r.state, r.restarts, r.memory_mb and round(r.memory_mb), r.log) for r in rows],
         )
     )
-    print_pages(home, console)
+    print_pages(home)
     if hint := processes.lock_hint(home):
-        console.print(hint, soft_wrap=True)
+        out.print(hint, soft_wrap=True)
     try:
-        _print_waiting(console, ask(home, _snapshot))
+        _print_waiting(out, ask(home, _snapshot))
     except JoyNexusError as error:
-        console.print(str(error), soft_wrap=True)
+        out.print(str(error), soft_wrap=True)
         return 1
     return 0 if all(row.state != "dead" for row in rows) else 1
 
 
-def _print_waiting(console: Console, snapshot: dict[str, Any]) -> None:
+def _print_waiting(out: Console, snapshot: dict[str, Any]) -> None:
     totals = ", ".join(f"{count} {state}" for state, count in snapshot["totals"].items() if count)
-    console.print(f"jobs: {totals or 'none yet'}", highlight=False)
+    out.print(f"jobs: {totals or 'none yet'}", highlight=False)
     for key, policy in snapshot["policies"].items():
         if not policy["idle"] and policy["closed"] is None:
             for why in filter(None, (policy["admission"], policy["training"])):
-                console.print(f"  {key}: {why}", highlight=False, soft_wrap=True)
+                out.print(f"  {key}: {why}", highlight=False, soft_wrap=True)
 
 
 def print_jobs(home: Home, tenant: str | None, story: str | None, limit: int) -> int:
@@ -92,7 +100,7 @@ def print_jobs(home: Home, tenant: str | None, story: str | None, limit: int) ->
     if story is not None:
         moves = ask(home, lambda client: _call(client, lookup.SCHEDULER, "story", story))
         told = [(_clock(m["timestamp"]), m["from"], m["state"], m["holder"], m["reason"]) for m in moves]
-        Console().print(table(f"job {story}", ("time", "from", "to", "holder", "reason"), told))
+        console().print(table(f"job {story}", ("time", "from", "to", "holder", "reason"), told))
         return 0
     jobs = ask(home, lambda client: _call(client, lookup.SCHEDULER, "jobs"))
     chosen = [job for job in jobs if tenant in (None, job["tenant_id"])][-limit:] if limit > 0 else []
@@ -110,7 +118,7 @@ def print_jobs(home: Home, tenant: str | None, story: str | None, limit: int) ->
         )
         for job in chosen
     ]
-    Console().print(table("training jobs", columns, rows))
+    console().print(table("training jobs", columns, rows))
     return 0
 
 
@@ -136,7 +144,7 @@ def print_tenants(home: Home) -> int:
         for policy in snapshot["policies"].values()
     ]
     columns = ("tenant", "task", "policy version", "priority", *_TERMINAL, "open", "target", "now")
-    Console().print(table("tenants", columns, rows))
+    console().print(table("tenants", columns, rows))
     return 0
 
 
@@ -163,14 +171,14 @@ def print_adapters(home: Home) -> int:
         for a in adapters
     ]
     columns = ("adapter", "version", "aliases", "policy version", "base model", "success")
-    Console().print(table("adapters", columns, rows))
+    console().print(table("adapters", columns, rows))
     return 0
 
 
-def print_ends(console: Console, ends: Sequence[tuple[str, str, str]]) -> None:
+def print_ends(ends: Sequence[tuple[str, str, str]]) -> None:
     """How workloads ended: policy key, flow-run state, message."""
     rows = [(key, state.capitalize(), message) for key, state, message in ends]
-    console.print(table("workloads", ("policy", "ended", "message"), rows))
+    console().print(table("workloads", ("policy", "ended", "message"), rows))
 
 
 async def _snapshot(client: Client) -> dict[str, Any]:

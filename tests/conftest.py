@@ -13,7 +13,9 @@ import pytest
 # Before anything imports torch, Prefect or MLflow: one thread, no reporting, and never the user's own home.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
-_HOME = Path(tempfile.mkdtemp(prefix="joynexus-test-"))
+# Name a home there to keep its platform up between runs while developing; `joynexus --home … down` ends it.
+_KEPT = os.environ.get("JOYNEXUS_TEST_HOME")
+_HOME = Path(_KEPT or tempfile.mkdtemp(prefix="joynexus-test-"))
 os.environ.update(
     {
         "JOYNEXUS_HOME": str(_HOME),
@@ -50,13 +52,16 @@ def platform(home: Home) -> Iterator[PlatformAddresses]:
         with temporary_settings({PREFECT_API_URL: addresses.prefect_api_url}):
             yield addresses
     finally:
-        processes.down(home)
+        if not _KEPT:
+            processes.down(home)
         for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
             os.environ.pop(name, None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Remove the home unless something failed; then its logs tell why."""
+    if _KEPT:
+        return
     if session.testsfailed == 0:
         shutil.rmtree(_HOME, ignore_errors=True)
     else:

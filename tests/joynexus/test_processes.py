@@ -115,20 +115,20 @@ def test_existing_servers_are_used_by_their_addresses(platform: PlatformAddresse
     supervisor = Supervisor(Home(tmp_path), cluster, io.StringIO())
 
     async def use() -> None:
-        await supervisor._prefect()
-        await supervisor._dask()
+        await supervisor.prefect()
+        await supervisor.dask()
 
     asyncio.run(use())
-    assert supervisor._children == {}
-    assert supervisor.addresses.dask_scheduler == platform.dask_scheduler
-    assert supervisor.addresses.prefect_api_url == platform.prefect_api_url
+    assert supervisor.parts.children == {}
+    assert supervisor.parts.addresses.dask_scheduler == platform.dask_scheduler
+    assert supervisor.parts.addresses.prefect_api_url == platform.prefect_api_url
 
 
 @pytest.mark.parametrize(
     ("field", "address", "part"),
     [
-        ("prefect_api_url", "http://127.0.0.1:9/api", "_prefect"),
-        ("dask_scheduler", "tcp://127.0.0.1:9", "_dask"),
+        ("prefect_api_url", "http://127.0.0.1:9/api", "prefect"),
+        ("dask_scheduler", "tcp://127.0.0.1:9", "dask"),
     ],
 )
 def test_an_address_where_nothing_answers_is_named(tmp_path: Path, field: str, address: str, part: str) -> None:
@@ -221,7 +221,7 @@ def test_a_child_that_never_starts_is_given_up_with_its_last_line(tmp_path: Path
         child = Child(
             "broken",
             lambda: python("nosuchmodule"),
-            os.environ,
+            lambda: os.environ,
             tmp_path / "broken.log",
             never,
             on_change=lambda: None,
@@ -269,7 +269,7 @@ def test_lock_hint_names_postgres(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert processes.lock_hint(home) is None
     home.logs.mkdir()
-    (home.logs / "prefect-server.log").write_text("x\ndatabase is locked\ny\ndatabase is locked\n")
+    (home.logs / "prefect-server.log").write_text("x\n" + 2 * "sqlite3.OperationalError: database is locked\n")
     hint = processes.lock_hint(home)
     assert hint is not None
     assert hint.startswith("prefect: its sqlite was locked 2 times")

@@ -150,15 +150,15 @@ async def collect_rollout(
         prediction = await policy(observation)
         step = await session.batch_step(prediction.environment_action, [seed_of_episode(n + num_envs) for n in number])
         _check_step(step, prediction.environment_action.shape)
-        row = {f"image.{name}": image for name, image in observation["images"].items()}
+        row: dict[str, Any] = {f"image.{name}": image for name, image in observation["images"].items()}
         row |= {
             "proprioception": observation["proprioception"],
             "action": prediction.action,
             "log_prob": prediction.log_prob,
             "value": prediction.value,
             **{name: step[name] for name in ("reward", "valid", "terminated", "truncated")},
-            "done": np.asarray((step["terminated"] | step["truncated"]).any(axis=1)),
         }
+        row["done"] = (step["terminated"] | step["truncated"]).any(axis=1)
         for name, value in row.items():
             columns.setdefault(name, []).append(np.array(value))
         instructions += observation["instructions"]

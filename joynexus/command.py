@@ -50,9 +50,11 @@ def _jobs(arguments: argparse.Namespace, home: Home) -> int:
     return tables.print_jobs(home, arguments.tenant, arguments.story, arguments.limit)
 
 
-def _tenants(_arguments: argparse.Namespace, home: Home) -> int:
+def _tenants(arguments: argparse.Namespace, home: Home) -> int:
     from joynexus import tables
 
+    if arguments.close:
+        return tables.close_tenant(home, arguments.close)
     return tables.print_tenants(home)
 
 
@@ -106,7 +108,8 @@ def parser() -> argparse.ArgumentParser:
     jobs.add_argument("--tenant", help="only this tenant's")
     jobs.add_argument("--story", metavar="JOB", help="tell all that happened to one job")
     jobs.add_argument("--limit", type=int, default=50, help="newest jobs shown (default: 50)")
-    verb("tenants", _tenants, "List tenants, their policies and counts of jobs.")
+    tenants = verb("tenants", _tenants, "List tenants, their policies and counts of jobs.")
+    tenants.add_argument("--close", metavar="TENANT", help="end its jobs, slots and sessions; its output folder stays")
     verb("adapters", _adapters, "List registered adapters.")
     compile_ = verb("compile", _compile, "Show the backend configuration that a workload becomes; start nothing.")
     compile_.add_argument("spec", type=Path, metavar="SPEC.yaml")

@@ -148,6 +148,20 @@ def print_tenants(home: Home) -> int:
     return 0
 
 
+def close_tenant(home: Home, name: str) -> int:
+    """End all that a tenant has at run time."""
+    from tasks.connection import platform_connection
+    from tasks.tenants import close_tenant
+
+    async def close() -> list[str]:
+        async with platform_connection(home) as platform:
+            return await close_tenant(platform, name)
+
+    dropped = asyncio.run(close())
+    console().print(f"{name} is closed; {len(dropped)} jobs were dropped; its folder is {home.tenant(name)}")
+    return 0
+
+
 def _condition(policy: dict[str, Any]) -> str:
     if policy["closed"] is not None:
         return f"closed: {policy['closed']}"
@@ -166,7 +180,7 @@ def print_adapters(home: Home) -> int:
             ", ".join(a["aliases"]),
             a["tags"].get("policy_version"),
             a["tags"].get("base_model"),
-            a["tags"].get("success_rate"),
+            a["tags"].get("evaluation.success_rate"),
         )
         for a in adapters
     ]

@@ -158,7 +158,6 @@ async def collect_rollout(
             "value": prediction.value,
             **{name: step[name] for name in ("reward", "valid", "terminated", "truncated")},
         }
-        row["done"] = (step["terminated"] | step["truncated"]).any(axis=1)
         for name, value in row.items():
             columns.setdefault(name, []).append(np.array(value))
         instructions += observation["instructions"]
@@ -176,12 +175,13 @@ async def collect_rollout(
         observation = step["observation"]
         progress(t + 1, steps)
     data = {name: np.concatenate(parts) for name, parts in columns.items()}
+    data["done"] = np.any(data["terminated"] | data["truncated"], axis=1)
     n = steps * num_envs
     after = await _values(values, [observation, *finals], values_at_a_time)
     data["next_value"] = np.concatenate([data["value"][num_envs:], after[:num_envs]]).astype(np.float32)
     data["bootstrap_value"] = np.zeros(n, np.float32)
     data["bootstrap_value"][final_rows] = after[num_envs:]
-    data["sample_valid"] = data["valid"].any(axis=1)
+    data["sample_valid"] = np.any(data["valid"], axis=1)
     return data, instructions, counting.episodes
 
 

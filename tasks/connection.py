@@ -60,13 +60,13 @@ class Platform:
 
 
 @asynccontextmanager
-async def platform_connection() -> AsyncIterator[Platform]:
-    """Connect to the platform of `JOYNEXUS_HOME`.
+async def platform_connection(home: Home | None = None) -> AsyncIterator[Platform]:
+    """Connect to the platform under `home` (None: that of `JOYNEXUS_HOME`).
 
     Raises:
         ServiceUnavailable: if none runs there.
     """
-    home = Home.from_environment()
+    home = home or Home.from_environment()
     found = addresses(home)
     client = await lookup.connect(found.dask_scheduler)
     try:

@@ -14,8 +14,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.backend import BackendConfig
+from configs.errors import UnknownObject, refusal
 from configs.workload import WorkloadSpec
 from services.admission import admit
+from storage.partitions import PartitionStore
 from tasks.connection import Platform
 
 
@@ -83,16 +85,48 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
     return OpenedTenant(backend, folder, run)
 
 
-@task(task_run_name="close workload of {tenant.name}", cache_policy=NO_CACHE)
-async def close_workload(platform: Platform, tenant: OpenedTenant, reason: str, status: str) -> list[str]:
-    """End a workload: whatever is left of its jobs is dropped and their partitions cleared; the slot keeps serving."""
-    from storage.partitions import PartitionStore
+async def close_tenant(platform: Platform, name: str) -> list[str]:
+    """End all that a tenant has at run time: jobs, slots, serving state, sessions. Its output folder stays.
 
-    scheduler, metrics = await platform.scheduler(), await platform.metrics()
-    dropped: list[str] = await scheduler.close_policy(tenant.backend.policy_key, reason)
+    Returns:
+        Ids of the jobs that were dropped.
+
+    Raises:
+        UnknownObject: if no service knows the tenant.
+    """
+    scheduler, training = await platform.scheduler(), await platform.training()
+    inference, environments = await platform.inference(), await platform.environments()
+    policies = {
+        key: policy for key, policy in (await scheduler.snapshot())["policies"].items() if policy["tenant_id"] == name
+    }
+    serving = (await inference.status())["tenants"]
+    if not policies and name not in serving:
+        known = ", ".join(sorted(serving)) or "none is open"
+        raise UnknownObject(refusal("tenant", name, known, "see `joynexus tenants`"))
+    dropped: list[str] = []
+    for key in policies:
+        dropped += await _close_policy(platform, key, "the tenant was closed")
+    await environments.close_tenant(name)
+    await training.close_slot(name)
+    await inference.close_policy(name)
+    return dropped
+
+
+async def _close_policy(platform: Platform, policy_key: str, reason: str) -> list[str]:
+    """Drop what is left of a policy's jobs and clear their partitions."""
+    scheduler = await platform.scheduler()
+    dropped: list[str] = await scheduler.close_policy(policy_key, reason)
     store = PartitionStore(platform.home.partitions)
     for job_id in dropped:
         job = await scheduler.job(job_id)
         await asyncio.to_thread(store.clear, job["partition_id"])
+    return dropped
+
+
+@task(task_run_name="close workload of {tenant.name}", cache_policy=NO_CACHE)
+async def close_workload(platform: Platform, tenant: OpenedTenant, reason: str, status: str) -> list[str]:
+    """End a workload: whatever is left of its jobs is dropped and their partitions cleared; the slot keeps serving."""
+    metrics = await platform.metrics()
+    dropped = await _close_policy(platform, tenant.backend.policy_key, reason)
     await metrics.close_run(tenant.mlflow_run, status)
     return dropped

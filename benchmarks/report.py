@@ -41,7 +41,7 @@ class Report:
 
 def machine() -> dict[str, Any]:
     """Where the figures were taken. `load_1m` well above 0 at the start means that others used the machine too."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in LIBRARIES:
         try:
             versions[name] = metadata.version(name)

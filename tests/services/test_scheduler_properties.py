@@ -248,6 +248,21 @@ class SchedulerHistory(RuleBasedStateMachine):
         else:
             assert isinstance(reply, LeaseLost) or reply["state"] == start
 
+    @rule(target=hands, hand=hands)
+    def lose(self, hand: Hands) -> Any:
+        """A holder that is away too long: another one gets the job, then the first one comes back."""
+        if not self.holds(hand):
+            return multiple()
+        waiting = HELD[self.state.jobs[hand[0]].state]
+        self.wait(LEASE_S)
+        taken = []
+        while hand[0] not in self.held:
+            taken.append(self.lease(waiting, "z"))
+            assert isinstance(taken[-1], tuple), "nobody gets it"
+        self.finish(hand)
+        assert hand[0] in self.held
+        return multiple(*taken)
+
     @rule(hand=hands)
     def renew(self, hand: Hands) -> None:
         """Only the holder can."""

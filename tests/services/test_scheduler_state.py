@@ -222,6 +222,20 @@ def test_a_tenant_whose_turn_it_is_not_hears_who_comes_first() -> None:
     assert reply["refused"] == "1 more rollouts may start and b.rl waited longer than a.rl; wait for its turn"
 
 
+def test_more_free_places_than_tenants_before_admit() -> None:
+    """Two places are free and only b comes before a: both are admitted, in whichever order they call."""
+    bench = Bench(max_active_rollouts=2)
+    bench.register("a")
+    bench.register("b")
+    running = [bench.reserve("a.rl"), bench.reserve("a.rl")]
+    bench.try_reserve("b.rl")
+    bench.mark(running[0], "needs_advantages")
+    assert bench.try_reserve("a.rl")["rule"] == "turn"
+    bench.mark(running[1], "needs_advantages")
+    bench.reserve("a.rl")
+    bench.reserve("b.rl")
+
+
 def test_a_waiting_tenant_that_is_gone_loses_its_turn() -> None:
     """b asked and died: a is held up for TURN_S and no longer, and who waits is woken."""
     bench = Bench(max_active_rollouts=1)

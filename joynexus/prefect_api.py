@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -137,3 +138,19 @@ class PrefectApi:
         """Force the run into a terminal state."""
         body = {"state": {"type": state, "name": state.capitalize(), "message": message}, "force": True}
         await self._call("POST", f"flow_runs/{flow_run_id}/set_state", body)
+
+
+def superseded(runs: Iterable[dict[str, Any]], now: datetime) -> list[dict[str, Any]]:
+    """Runs that a schedule made for a time now past while nobody could start them, without each deployment's latest.
+
+    A worker that was away would start all of them at once; of a periodic evaluation only the latest says anything.
+    """
+    due: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        if run["auto_scheduled"] and run["state_type"] == "SCHEDULED" and _due(run) <= now:
+            due.setdefault(run["deployment_id"], []).append(run)
+    return [run for of_one in due.values() for run in sorted(of_one, key=_due)[:-1]]
+
+
+def _due(run: dict[str, Any]) -> datetime:
+    return datetime.fromisoformat(run["expected_start_time"].replace("Z", "+00:00"))

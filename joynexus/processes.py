@@ -165,6 +165,22 @@ def _start_supervisor(home: Home, cluster: str, progress: Callable[[str], None])
             start_new_session=True,
         )
     os.close(writer)
+    try:
+        if _follow(reader, progress):
+            return
+    except BaseException:  # a fault that it reported, or a person's Ctrl-C: what had started is ended either way
+        process.terminate()
+        process.wait(_END_WITHIN_S)
+        raise
+    raise ServiceUnavailable(f"supervisor: it ended while starting; possible: see {home.logs / 'supervisor.log'}")
+
+
+def _follow(reader: int, progress: Callable[[str], None]) -> bool:
+    """Pass the supervisor's progress on; True when it is ready, False when it died without a word.
+
+    Raises:
+        ServiceUnavailable: if it gave up.
+    """
     # The pipe ends with the supervisor's last word or with its life, whichever comes first.
     with os.fdopen(reader) as lines:
         for text in lines:
@@ -172,11 +188,10 @@ def _start_supervisor(home: Home, cluster: str, progress: Callable[[str], None])
             if "step" in line:
                 progress(line["step"])
             elif "error" in line:
-                process.wait(_END_WITHIN_S)
                 raise ServiceUnavailable(line["error"])
             elif line.get("ready"):
-                return
-    raise ServiceUnavailable(f"supervisor: it ended while starting; possible: see {home.logs / 'supervisor.log'}")
+                return True
+    return False
 
 
 def _already_up(home: Home, cluster: str, progress: Callable[[str], None]) -> PlatformAddresses:

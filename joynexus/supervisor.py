@@ -26,6 +26,7 @@ import sys
 import time
 import uuid
 from collections.abc import Coroutine
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,7 +40,7 @@ from configs.home import PROJECT_ROOT, Home
 from configs.platform import READY_EVENT, ROLES, write_state
 from joynexus.children import python
 from joynexus.parts import Parts
-from joynexus.prefect_api import PrefectApi
+from joynexus.prefect_api import PrefectApi, superseded
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +166,11 @@ class Supervisor:
         self._say(step=f"Dask workers {', '.join(ROLES)}")
 
     async def _empty_pool(self) -> None:
+        """What waits in the pool before there is a worker: drop what is out of date."""
         async with PrefectApi(self.parts.addresses.prefect_api_url) as api:
             await api.ensure_work_pool()
+            for run in superseded(await api.open_runs(scheduled_by_clock=True), datetime.now(UTC)):
+                await api.end(run["id"], "CANCELLED", "a later one is due as well")
             if self._cluster.prefect_api_url is None:
                 # Our server has no live worker yet, so a run that its database still calls open died with the
                 # former platform.

@@ -6,9 +6,11 @@ import asyncio
 import io
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -31,6 +33,9 @@ def until(holds: Callable[[], object], within_s: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"not within {within_s} s"
         time.sleep(0.1)
+
+
+slow = pytest.mark.timeout(900)  # a whole platform starts; minutes on a crowded machine
 
 
 def pid(home: Home, name: str) -> int:
@@ -153,6 +158,7 @@ def second(platform: PlatformAddresses, tmp_path_factory: pytest.TempPathFactory
     processes.down(home)
 
 
+@slow
 def test_two_installations_run_side_by_side(platform: PlatformAddresses, home: Home, second: Home) -> None:
     """Nothing is shared: addresses, folders and processes are all different."""
     one, two = platform.asdict(), addresses(second).asdict()
@@ -180,24 +186,13 @@ def test_a_killed_prefect_process_comes_back(second: Home, name: str) -> None:
     assert asyncio.run(healthy())
 
 
-def test_a_killed_supervisor_takes_everything_along(platform: PlatformAddresses, home: Home, second: Home) -> None:
-    """`kill -9` of the supervisor: its guard ends all its processes, flow runs included; others are not touched."""
+@slow
+def test_down_ends_everything(second: Home, platform: PlatformAddresses, home: Home) -> None:
+    """No process, no state, no address is left; the other installation goes on."""
+    found = addresses(second)
     state = read_state(second)
     assert state is not None
     assert len(members(state["mark"])) > 8
-    os.kill(state["supervisor"], signal.SIGKILL)
-    until(lambda: not members(state["mark"]), within_s=30)
-    until(lambda: not psutil.pid_exists(state["guard"]), within_s=30)
-    assert not processes.is_up(second)
-    assert {row.state for row in processes.status(second)} == {"dead"}
-    assert processes.is_up(home)
-
-
-def test_down_ends_everything(second: Home) -> None:
-    """Up again under the same home, whose past has dead runs; then down: no process, no state, runs ended."""
-    found = processes.ensure_up(second)
-    state = read_state(second)
-    assert state is not None
     assert processes.down(second)
     assert members(state["mark"]) == []
     assert not any(psutil.pid_exists(state[name]) for name in ("supervisor", "guard"))
@@ -206,6 +201,48 @@ def test_down_ends_everything(second: Home) -> None:
         addresses(second)
     assert not processes.down(second)
     assert not asyncio.run(PrefectApi(found.prefect_api_url).healthy())
+    assert processes.is_up(home)
+
+
+# Starts that do not come to their end.
+
+
+def test_a_killed_supervisor_takes_everything_along(tmp_path: Path) -> None:
+    """`kill -9` of the supervisor: `up` says so, and the guard ends all that had started."""
+    home = Home(tmp_path)
+    seen: dict[str, Any] = {}
+
+    def kill(step: str) -> None:
+        if step.startswith("Dask workers"):
+            seen.update(read_state(home) or {})
+            seen["members"] = len(members(seen["mark"]))
+            os.kill(seen["supervisor"], signal.SIGKILL)
+
+    with pytest.raises(
+        ServiceUnavailable, match=r"^supervisor: it ended while starting; possible: see .*supervisor\.log"
+    ):
+        processes.ensure_up(home, progress=kill)
+    assert seen["members"] > 8  # the servers, four nannies with their workers
+    until(lambda: not members(seen["mark"]) and not psutil.pid_exists(seen["guard"]), within_s=60)
+    assert not processes.is_up(home)
+    assert {row.state for row in processes.status(home)} == {"dead"}
+
+
+def test_an_interrupted_up_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Ctrl-C while it starts: what had started is ended before `up` returns."""
+    home = Home(tmp_path)
+    marks: list[str] = []
+
+    def interrupt(_step: str) -> None:
+        state = read_state(home)
+        assert state is not None
+        marks.append(state["mark"])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        processes.ensure_up(home, progress=interrupt)
+    assert read_state(home) is None
+    until(lambda: not members(marks[0]), within_s=30)
 
 
 # Parts on their own.
@@ -238,21 +275,17 @@ def test_a_child_that_never_starts_is_given_up_with_its_last_line(tmp_path: Path
 def test_sweep_ends_marked_processes_and_no_others() -> None:
     """The mark in the environment decides, also over a session of its own."""
 
-    async def run() -> tuple[int | None, int | None]:
-        marked, other = [
-            await asyncio.create_subprocess_exec(
-                *["sleep", "60"], env={**os.environ, MARK: mark}, start_new_session=True
-            )
-            for mark in ("test-marked", "test-other")
-        ]
+    marked, other = (
+        subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: mark}, start_new_session=True)
+        for mark in ("test-marked", "test-other")
+    )
+    try:
         assert sweep("test-marked") == 1
-        await asyncio.wait_for(marked.wait(), 10)
-        still = other.returncode
+        assert marked.wait(10) is not None
+        assert other.poll() is None
+    finally:
         other.kill()
-        await other.wait()
-        return marked.returncode, still
-
-    assert asyncio.run(run()) == (-signal.SIGKILL, None)
+        other.wait()
 
 
 def test_state_is_replaced_at_once(tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ class Server:
             logger.exception("%s failed", op)
             return error_reply(request_id, EnvironmentFault(f"{op}: {type(error).__name__} in the environment host"))
         except Exception as error:
+            # A boundary: simulators raise anything, and the host has to answer.
             logger.exception("%s failed", op)
             line = " ".join(str(error).split())[:300]
             return error_reply(

@@ -123,7 +123,7 @@ class EnvironmentService:
             # Shielded: the opening goes on although one of those who wait for it is gone.
             opened = await asyncio.shield(task)
         except Exception:
-            # A refused opening may be asked for again under the same id.
+            # Whatever it was is raised again. A refused opening may be asked for again under the same id.
             if task.done() and self._requests.get(wanted.request_id) == (contents, task):
                 del self._requests[wanted.request_id]
             raise

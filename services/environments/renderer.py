@@ -52,6 +52,9 @@ def select() -> None:
         return
     folder = Path(tempfile.gettempdir()) / f"joynexus-swiftshader-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        # Somebody else's folder could name a library of theirs.
+        folder = Path(tempfile.mkdtemp(prefix="joynexus-swiftshader-"))
     manifest = folder / "icd.json"
     text = json.dumps({"file_format_version": "1.0.0", "ICD": {"library_path": str(library), "api_version": "1.1.0"}})
     if not manifest.exists() or manifest.read_text() != text:

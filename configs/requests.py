@@ -44,4 +44,4 @@ class PretrainRequest(Spec):
     name: Name = Field(default="tiny-qwen3-vl-repeat", description="Folder under the home's models that is written.")
     seed: int = Field(default=0, ge=0)
     steps: int = Field(default=2000, gt=0, description="Optimizer steps.")
-    scenes: int = Field(default=6000, gt=0, description="Rendered scenes.")
+    scenes: int = Field(default=20_000, gt=0, description="Rendered scenes; the repository's base saw so many.")

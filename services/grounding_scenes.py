@@ -16,8 +16,9 @@ import numpy as np
 from configs.environment import EnvironmentSpec
 from services.environment_service import EnvironmentService
 
-STEPS_A_FRAME = 2
-FRAMES_AN_EPISODE = 8
+STEPS_A_FRAME = 4
+FRAMES_AN_EPISODE = 3
+"""Few, since frames of one episode share their goal: 2,600 frames in episodes of 8 were learnt by heart."""
 THINGS = ("object", "goal", "gripper")
 
 
@@ -57,7 +58,7 @@ class _Wanderer:
         free = self._random.uniform(manner.low, manner.high)
         order = [about, free] if self._random.random() < 0.8 else [free, about]
         self._waypoints = [np.maximum(w, [*manner.low[:2], *([0.01] * (moves - 2))]) for w in order]
-        self._switch = int(self._random.integers(2, FRAMES_AN_EPISODE))
+        self._switch = int(self._random.integers(1, FRAMES_AN_EPISODE + 1))
         self._grip = self._random.choice([-1.0, 1.0])
         self._frame = 0
 

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 ENVIRONMENTS = ("pushcube", "pickcube", "reach")
 NUM_ENVS = 4
 HELD_OUT = 0.1
+SHARES = {"maniskill": 1, "gymnasium": 3}
+"""Scenes of an environment of each kind, in relation: what costs nothing to draw gives more."""
 FIRST_RENDER_TIMEOUT_S = 600.0
 """A software renderer takes 14 s for its first picture alone, and minutes on a crowded machine."""
 
@@ -69,7 +71,7 @@ def pretrain(
     """
     _check_folder(out_folder)
     used = [name for name in environments if presets.environment(name).kind != "maniskill" or not renderer.check()]
-    rendered = asyncio.run(_render(used, -(-scenes // len(used)), progress))
+    rendered = asyncio.run(_render(_counts(used, scenes), progress))
     train, held_out = {}, {}
     for name, whole in rendered.items():
         train[name], held_out[name] = _split(whole)
@@ -122,29 +124,35 @@ def train_base(
     return report
 
 
-async def _render(names: list[str], count: int, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Scenes of all environments, side by side, each in a host process of its own."""
-    service = EnvironmentService(len(names))
+def _counts(names: list[str], scenes: int) -> dict[str, int]:
+    """How many of `scenes` each environment gives: by its share, in whole rounds of episodes, at least two."""
+    shares = {name: SHARES[presets.environment(name).kind] for name in names}
     round_size = NUM_ENVS * FRAMES_AN_EPISODE
-    count = max(2, -(-count // round_size)) * round_size
+    rounds = {name: -(-scenes * share // (sum(shares.values()) * round_size)) for name, share in shares.items()}
+    return {name: max(2, count) * round_size for name, count in rounds.items()}
+
+
+async def _render(counts: dict[str, int], progress: Progress) -> dict[str, dict[str, Any]]:
+    """Scenes of all environments, side by side, each in a host process of its own."""
+    service = EnvironmentService(len(counts))
     done = 0
 
     def advance(frames: int) -> None:
         nonlocal done
         done += frames
-        progress("rendering", done / (count * len(names)))
+        progress("rendering", done / sum(counts.values()))
 
-    async def one(name: str) -> dict[str, Any]:
+    async def one(name: str, count: int) -> dict[str, Any]:
         spec = presets.environment(name)
         spec = spec.model_copy(update={"step_timeout_s": max(spec.step_timeout_s, FIRST_RENDER_TIMEOUT_S)})
         first = seeds.PRETRAINING.start
         return await render_scenes(service, spec, count=count, first_seed=first, num_envs=NUM_ENVS, advance=advance)
 
     try:
-        results = await asyncio.gather(*(one(name) for name in names))
+        results = await asyncio.gather(*(one(name, count) for name, count in counts.items()))
     finally:
         await service.shutdown()
-    return dict(zip(names, results, strict=True))
+    return dict(zip(counts, results, strict=True))
 
 
 def _split(rendered: dict[str, Any]) -> tuple[Scenes, Scenes]:

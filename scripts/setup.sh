@@ -24,11 +24,12 @@ fi
 echo "setting up .venv (the first time takes some minutes)"
 [[ -x .venv/bin/python ]] && .venv/bin/python -c '' 2>/dev/null || "$python" -m venv --clear .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+# Twice quiet: pip warns of folders in its own configuration that it does not find; errors still show.
 # torch first and alone, so that no other package's wish decides which build comes.
-pip install --quiet --constraint constraints.txt "$(grep '^torch==' constraints.txt)"
-pip install --quiet --constraint constraints.txt --editable ".[dev]"
+pip install --quiet --quiet --constraint constraints.txt "$(grep '^torch==' constraints.txt)"
+pip install --quiet --quiet --constraint constraints.txt --editable ".[dev]"
 if .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torchvision") is None)'; then
     # A torchvision of another build breaks `import transformers`, and nothing here needs one.
-    pip uninstall --quiet --yes torchvision
+    pip uninstall --quiet --quiet --yes torchvision
 fi
 echo "$key" > "$stamp"

@@ -85,8 +85,8 @@ def test_torch_comes_first_and_a_second_set_up_does_nothing(checkout: Path) -> N
     assert set_up(checkout, python).returncode == 0
     first = (checkout / "log").read_text().splitlines()
     assert len(first) == 2
-    assert first[0].endswith("install --quiet --constraint constraints.txt torch==2.13.0")
-    assert first[1].endswith("install --quiet --constraint constraints.txt --editable .[dev]")
+    assert first[0].endswith("install --quiet --quiet --constraint constraints.txt torch==2.13.0")
+    assert first[1].endswith("install --quiet --quiet --constraint constraints.txt --editable .[dev]")
     again = set_up(checkout, python)
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
     assert (checkout / "log").read_text().splitlines() == first

@@ -7,12 +7,15 @@ import asyncio
 from distributed import Event
 from prefect import flow, get_run_logger
 
+from configs.errors import ServiceUnavailable
 from configs.platform import READY_EVENT
 from services import lookup
-from tasks.connection import platform_connection
+from tasks.connection import Platform, platform_connection
 from tasks.services import place_service
 
 _WATCH_EVERY_S = 5.0
+_PRUNE_EVERY_S = 3600.0
+_KEEP_ENDED_JOBS_S = 7 * 24 * 3600.0
 
 
 @flow(name="platform", flow_run_name="platform {cluster}")
@@ -33,9 +36,24 @@ async def platform(cluster: str = "laptop") -> None:
         await place_service(connection, lookup.MIRROR)
         await Event(READY_EVENT, client=connection.client).set()
         logger.info("all services answer: %s", ", ".join(lookup.NAMES))
+        pruned = asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
+            if asyncio.get_running_loop().time() - pruned > _PRUNE_EVERY_S:
+                pruned = asyncio.get_running_loop().time()
+                await _prune(connection)
             for name in lookup.NAMES:
                 if await lookup.reachable(name, connection.client) is None:
                     logger.warning("%s does not answer; placing it again", name)
                     await place_service(connection, name)
+
+
+async def _prune(connection: Platform) -> None:
+    """Forget descriptors of jobs that ended a week ago; a scheduler that is away is asked again in an hour."""
+    try:
+        forgotten = await (await connection.scheduler()).prune(_KEEP_ENDED_JOBS_S)
+    except ServiceUnavailable as error:
+        connection.forget()
+        get_run_logger().warning("%s", error)
+    else:
+        get_run_logger().info("%d descriptors of ended jobs were pruned", forgotten)

@@ -143,6 +143,7 @@ async def _collect(api: PrefectApi, tenants: list[_Tenant], console: Console, wi
         )
         begun = time.time()
         run_id = await api.start("collect", {"request": request.model_dump(mode="json")}, name=request.dataset)
+        console.print(f"  collecting {request.episodes} demonstrations in {request.environment} …", highlight=False)
         with console.status(f"collecting {request.episodes} demonstrations in {request.environment} …") as status:
             while (run := await api.run(run_id))["state_type"] not in TERMINAL_STATES:
                 status.update(

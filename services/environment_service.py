@@ -91,6 +91,10 @@ class EnvironmentService:
         self._opening: dict[str, SessionRequest] = {}
         self._reaper: asyncio.Task[None] | None = None
 
+    async def ping(self) -> str:
+        """Answer "ok"; the event loop is alive."""
+        return "ok"
+
     async def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Open a session; queue while others use the hosts.
 

@@ -62,6 +62,10 @@ class TrainingScheduler(SchedulerShell):
     Job descriptors are dictionaries with the fields of `scheduler_records.Job`.
     """
 
+    async def ping(self) -> str:
+        """Answer "ok"; the event loop is alive."""
+        return "ok"
+
     # Policies.
 
     @_verb

@@ -24,26 +24,32 @@ from tasks.connection import Platform
 logger = logging.getLogger(__name__)
 _PLACE_WITHIN_S = 180.0
 
+ACTORS: dict[str, type] = {
+    lookup.SCHEDULER: TrainingScheduler,
+    lookup.METRICS: MetricsService,
+    lookup.ENVIRONMENTS: EnvironmentService,
+    lookup.INFERENCE: InferenceModelService,
+    lookup.TRAINING: TrainingModelService,
+    lookup.MIRROR: PrefectMirror,
+}
 
-def declarations(platform: Platform) -> dict[str, tuple[str, type, dict[str, Any]]]:
-    """{service name: (role, actor class, constructor arguments)}, in the order in which they are placed."""
+
+def declarations(platform: Platform) -> dict[str, tuple[str, dict[str, Any]]]:
+    """{service name: (role, constructor arguments)}, in the order in which they are placed."""
     cluster, home = platform.cluster, str(platform.home.root)
     bases = [presets.base_model(name).model_dump(mode="json") for name in cluster.base_models]
     return {
         lookup.SCHEDULER: (
             "control",
-            TrainingScheduler,
             {"journal_path": str(platform.home.journal), "max_active_rollouts": cluster.max_active_rollouts},
         ),
         lookup.METRICS: (
             "control",
-            MetricsService,
             {"uri": platform.addresses.mlflow_uri, "artifact_root": str(platform.home.mlflow / "artifacts")},
         ),
-        lookup.ENVIRONMENTS: ("environments", EnvironmentService, {"max_hosts": cluster.max_environment_hosts}),
+        lookup.ENVIRONMENTS: ("environments", {"max_hosts": cluster.max_environment_hosts}),
         lookup.INFERENCE: (
             "inference",
-            InferenceModelService,
             {
                 "home": home,
                 "base_models": bases,
@@ -54,10 +60,9 @@ def declarations(platform: Platform) -> dict[str, tuple[str, type, dict[str, Any
         ),
         lookup.TRAINING: (
             "training",
-            TrainingModelService,
             {"home": home, "base_models": bases, "max_slots": cluster.max_slots},
         ),
-        lookup.MIRROR: ("control", PrefectMirror, {"prefect_api_url": platform.addresses.prefect_api_url}),
+        lookup.MIRROR: ("control", {"prefect_api_url": platform.addresses.prefect_api_url}),
     }
 
 
@@ -83,9 +88,11 @@ async def place_service(platform: Platform, name: str) -> str:
     client = platform.client
     if await lookup.reachable(name, client) is not None:
         return "kept"
-    role, cls, arguments = declarations(platform)[name]
+    role, arguments = declarations(platform)[name]
     address = await worker_address(client, role)
-    future = client.submit(cls, **arguments, actor=True, pure=False, workers=[address], key=f"{name}-{id(arguments)}")
+    future = client.submit(
+        ACTORS[name], **arguments, actor=True, pure=False, workers=[address], key=f"{name}-{id(arguments)}"
+    )
     try:
         await asyncio.wait_for(_done(future), _PLACE_WITHIN_S)
     except TimeoutError:

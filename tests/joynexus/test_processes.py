@@ -166,6 +166,18 @@ def test_two_installations_run_side_by_side(platform: PlatformAddresses, home: H
     assert not {r.pid for r in processes.status(home)} & {r.pid for r in processes.status(second)}
 
 
+@slow
+def test_mlflows_page_opens_when_asked_for(second: Home) -> None:
+    """It is not there before, answers when the call returns, and opening it twice opens it once."""
+    state = read_state(second)
+    assert state is not None
+    assert state["pages"]["mlflow"] is None
+    url = processes.open_mlflow_page(second)
+    assert httpx.get(url, trust_env=False, timeout=60, follow_redirects=True).status_code == 200
+    assert processes.open_mlflow_page(second) == url
+
+
+@slow
 @pytest.mark.parametrize("name", ["prefect-worker", "prefect-server"])
 def test_a_killed_prefect_process_comes_back(second: Home, name: str) -> None:
     """The supervisor starts it again under the same address, and says how often it did."""

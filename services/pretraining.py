@@ -89,6 +89,8 @@ def train_base(
     base_model: str,
 ) -> dict[str, Any]:
     """The second half of `pretrain`, on scenes that are there already."""
+    import torch
+
     from kernels import tiny_qwen3_vl
     from kernels.backbone import Backbone
     from kernels.pretraining import GroundingTrainer
@@ -115,6 +117,7 @@ def train_base(
         "base_model": base_model,
         "seed": seed,
         "steps": steps,
+        "torch_threads": torch.get_num_threads(),  # sums of two threads differ from one's in the last bits
         "scenes": {name: len(s) for name, s in train.items()},
         "held_out_scenes": {name: len(s) for name, s in held_out.items()},
         "loss": sum(losses[-50:]) / len(losses[-50:]),

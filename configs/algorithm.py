@@ -22,7 +22,13 @@ class SftSpec(Spec):
 
     kind: Literal["sft"] = "sft"
     jobs: int = Field(gt=0, description="Training jobs in all (the completion target).")
-    batches_per_job: int = Field(gt=0, description="Optimizer steps one job makes.")
+    batches_per_job: int = Field(gt=0, description="Microbatches of one job.")
+    passes: int = Field(
+        default=1,
+        gt=0,
+        le=64,
+        description="Passes over a job's samples, the later ones shuffled; the frozen base sees each sample once a job.",
+    )
     microbatch_size: int = Field(gt=0, description="Samples of one optimizer step.")
     optimizer: AdamSpec
     cosine: bool = Field(default=True, description="Decay the learning rate to 0 over all steps by half a cosine.")

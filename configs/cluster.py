@@ -12,7 +12,10 @@ class InferenceBatchingSpec(Spec):
 
     max_batch_size: int = Field(default=128, gt=0, description="B, samples of one base forward at most.")
     batch_timeout_s: float = Field(
-        default=0.0, ge=0, le=1, description="T, longest wait for company. While a forward runs the next batch fills anyway."
+        default=0.0,
+        ge=0,
+        le=1,
+        description="T, longest wait for company. While a forward runs the next batch fills anyway.",
     )
 
 
@@ -23,12 +26,18 @@ class ClusterSpec(Spec):
     base_models: tuple[Name, ...] = Field(min_length=1, description="Base models resident in both model services.")
     torch_threads: int = Field(default=1, gt=0, description="Torch threads of each model role, set before torch loads.")
     host: str = Field(default="127.0.0.1", description="Address that servers bind to.")
-    dask_scheduler: str | None = Field(default=None, description="Address of an existing Dask scheduler; None: start one.")
-    prefect_api_url: str | None = Field(default=None, description="URL of an existing Prefect API; None: start a server.")
+    dask_scheduler: str | None = Field(
+        default=None, description="Address of an existing Dask scheduler; None: start one."
+    )
+    prefect_api_url: str | None = Field(
+        default=None, description="URL of an existing Prefect API; None: start a server."
+    )
     mlflow_uri: str | None = Field(default=None, description="MLflow URI; None: a sqlite file under the home folder.")
     batching: InferenceBatchingSpec = InferenceBatchingSpec()
     max_slots: int = Field(default=16, gt=0, description="Tenant slots of a model service.")
-    max_pinned_versions: int = Field(default=4, gt=0, description="Serving versions kept a tenant beside the current one.")
+    max_pinned_versions: int = Field(
+        default=4, gt=0, description="Serving versions kept a tenant beside the current one."
+    )
     max_active_rollouts: int = Field(default=3, gt=0, description="Rollouts at one time over all tenants.")
     max_environment_hosts: int = Field(default=8, gt=0, description="Simulator processes at one time.")
     lease_s: float = Field(default=60.0, gt=0, description="A job's lease runs out after this without renewal.")

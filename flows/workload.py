@@ -36,9 +36,9 @@ async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, A
         ended, reason = "FAILED", "the workload failed"
         try:
             report = await _run(platform, tenant, produce, run_id)
+            ended, reason = "FINISHED", "the workload is done"
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
-            ended, reason = "FINISHED", "the workload is done"
         except asyncio.CancelledError:
             ended, reason = "KILLED", "the workload was cancelled"
             raise

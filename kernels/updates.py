@@ -75,7 +75,9 @@ def new_optimizer(module: ActionModule, algorithm: SftSpec | PpoSpec) -> Optimiz
         weight_decay=spec.weight_decay,
         foreach=False,
     )
-    total = algorithm.jobs * algorithm.batches_per_job if isinstance(algorithm, SftSpec) and algorithm.cosine else None
+    total = None
+    if isinstance(algorithm, SftSpec) and algorithm.cosine:
+        total = algorithm.jobs * algorithm.batches_per_job * algorithm.passes
     return Optimizer(adam, spec.max_grad_norm, spec.learning_rate, 0, total)
 
 
@@ -88,17 +90,21 @@ def sft_update(
     action: Tensor,
     is_pad: Tensor,
     microbatch_size: int,
+    passes: int = 1,
+    generator: torch.Generator | None = None,
 ) -> dict[str, float]:
-    """One optimizer step a consecutive microbatch, L1 on normalised chunks.
+    """One optimizer step a microbatch, L1 on normalised chunks: consecutive ones first, then shuffled passes.
 
     Args:
         module: trained in place.
         optimizer: of the module.
-        encode: features of a slice of the samples.
+        encode: features of a slice of the samples; called once a sample, whatever the passes.
         proprioception: normalised, float32 [n, S].
         action: normalised, float32 [n, H, A].
         is_pad: bool [n, H].
         microbatch_size: samples of one step.
+        passes: over the samples; features of the first are kept for the others.
+        generator: shuffles the passes after the first; its state moves on.
 
     Returns:
         {"loss", "grad_norm"}, means over the steps.
@@ -106,12 +112,24 @@ def sft_update(
     module.train()
     parameters = list(module.parameters())
     losses, norms = [], []
-    for rows in _consecutive(len(action), microbatch_size):
+
+    def step(feature: VLAFeature, rows: slice | Tensor) -> None:
         count = sft_valid_count(is_pad[rows], action.shape[2])
-        predicted = module.mean(encode(rows), proprioception[rows])
+        predicted = module.mean(feature, proprioception[rows])
         loss = sft_l1(predicted, action[rows], is_pad[rows], count)
         norms.append(optimizer.step(loss, parameters))
         losses.append(loss.item())
+
+    kept: list[Tensor] = []
+    for rows in _consecutive(len(action), microbatch_size):
+        feature = encode(rows)
+        if passes > 1:
+            kept.append(feature.action_tokens)
+        step(feature, rows)
+    for _ in range(passes - 1):
+        features = VLAFeature(torch.cat(kept))
+        for index in torch.randperm(len(action), generator=generator).split(microbatch_size):
+            step(features[index], index)
     return {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
 
 

@@ -108,8 +108,8 @@ class PolicySlot:
         optimizer = slot.optimizers[backend.policy_key]
         before = optimizer.steps
         if single_step:
-            size = {"microbatch_size": len(data["action"])}
-            algorithm = algorithm.model_copy(update=size | ({"epochs": 1} if isinstance(algorithm, PpoSpec) else {}))
+            once = {"epochs": 1} if isinstance(algorithm, PpoSpec) else {"passes": 1}
+            algorithm = algorithm.model_copy(update={"microbatch_size": len(data["action"]), **once})
         if isinstance(algorithm, SftSpec):
             metrics = slot._sft(backbone, optimizer, algorithm, data)
         else:
@@ -158,6 +158,8 @@ class PolicySlot:
             action=torch.from_numpy(self._interface.action.normalise(action)),
             is_pad=torch.from_numpy(np.asarray(data["action_is_pad"], bool)),
             microbatch_size=spec.microbatch_size,
+            passes=spec.passes,
+            generator=self.generator,
         )
 
     def _ppo(

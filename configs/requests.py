@@ -20,6 +20,10 @@ class EvaluateRequest(Spec):
     num_envs: int = Field(default=4, gt=0, le=64, description="Environments stepped together.")
     hosts: int = Field(default=1, gt=0, le=8, description="Simulator processes side by side.")
     blanked: bool = Field(default=False, description="Show the policy black pictures.")
+    sampled: bool = Field(
+        default=False,
+        description="Sample actions as in training instead of taking the mean; the noise is seeded by first_seed.",
+    )
     rounds: int | None = Field(
         default=None, gt=0, description="Evaluations in all, taking targets in turn; None: one each."
     )

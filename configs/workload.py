@@ -34,6 +34,10 @@ class EvaluationSpec(Spec):
     num_envs: int = Field(default=4, gt=0, description="Environments stepped together.")
     before: bool = Field(default=True, description="Evaluate the untrained policy too.")
     blanked: bool = Field(default=False, description="Afterwards evaluate once more with black pictures.")
+    sampled: bool = Field(
+        default=False,
+        description="Sample actions as in training instead of taking the mean; the noise is seeded by first_seed.",
+    )
     every_jobs: int | None = Field(
         default=None, gt=0, description="Evaluate after so many completed jobs; None: never."
     )

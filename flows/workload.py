@@ -124,6 +124,7 @@ async def _evaluate(platform: Platform, tenant: OpenedTenant, *, blanked: bool =
             num_envs=evaluation.num_envs,
             hosts=tenant.backend.resources.environment_hosts,
             blanked=blanked,
+            sampled=evaluation.sampled,
         )
     )
     result = results[0]

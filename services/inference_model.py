@@ -53,7 +53,12 @@ class InferenceModelService:
     """
 
     def __init__(
-        self, home: str, base_models: list[dict[str, Any]], batching: dict[str, Any], max_slots: int, max_pinned_versions: int
+        self,
+        home: str,
+        base_models: list[dict[str, Any]],
+        batching: dict[str, Any],
+        max_slots: int,
+        max_pinned_versions: int,
     ) -> None:
         from services.resident_models import load_base_models
         from storage.partitions import PartitionStore
@@ -369,10 +374,13 @@ class InferenceModelService:
         num_envs: int,
         hosts: int,
         blanked: bool = False,
+        sampled: bool = False,
         policy_version: int | None = None,
         run_id: str,
     ) -> dict[str, Any]:
-        """Run episodes under one version, pinned from the first step to the last; mean actions, no sampling.
+        """Run episodes under one version, pinned from the first step to the last.
+
+        `sampled` draws actions as in training, seeded by `first_seed`; else the mean is taken.
 
         Returns:
             {"policy_version", "episodes", "successes", "success_rate", "mean_return", "mean_length", "outcomes"}.
@@ -381,7 +389,7 @@ class InferenceModelService:
         policies = self._policies(tenant_id)
         policy = policies.pin(policy_version)
         try:
-            bound = self._bound(policy, None)
+            bound = self._bound(policy, _generator(first_seed) if sampled else None)
             async with self._session(spec, num_envs, hosts, tenant_id, run_id, not blanked) as session:
                 with self._progress(run_id, tenant_id, "evaluation", policy.version) as progress:
                     result = await run_episodes(

@@ -55,6 +55,7 @@ async def run_evaluation(platform: Platform, request: EvaluateRequest, target: T
         num_envs=min(request.num_envs, request.episodes),
         hosts=request.hosts,
         blanked=request.blanked,
+        sampled=request.sampled,
         policy_version=target.version,
         run_id=f"evaluation-{task_run.id}",
     )

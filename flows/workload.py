@@ -51,12 +51,17 @@ async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, A
 
 async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_id: str) -> dict[str, Any]:
     evaluation, name = tenant.backend.evaluation, tenant.name
-    before = await _evaluate(platform, tenant) if evaluation and evaluation.before else None
+    wanted = evaluation is not None and evaluation.before
+    overlap = wanted and tenant.backend.task == "sft"  # nothing is published before the end: version 0 serves meanwhile
+    before = await _evaluate(platform, tenant) if wanted and not overlap else None
     async with asyncio.TaskGroup() as group:
+        evaluating = group.create_task(_evaluate(platform, tenant)) if overlap else None
         producing = group.create_task(produce(platform, tenant, run_id))
         idle = group.create_task(_until_idle(platform, tenant))
         await idle
         producing.cancel()  # it waits for an admission that will not come
+        if evaluating is not None:
+            before = await evaluating
     counts = idle.result()
     training = await platform.training()
     version = await training.publish(name)

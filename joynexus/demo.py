@@ -67,7 +67,7 @@ def run_demo(home: Home | None, *, keep: bool, without_renderer: bool) -> int:
     Raises:
         SpecError: if there is no renderer and `without_renderer` was not asked for.
     """
-    console = Console()
+    console = tables.console()
     if not without_renderer:
         from services.environments import renderer
 

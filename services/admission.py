@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from storage.demonstrations import LeRobotDataset
-
 from configs import presets, seeds
 from configs.algorithm import PpoSpec, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
@@ -21,6 +19,7 @@ from configs.home import Home
 from configs.model import BaseModelSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
+from storage.demonstrations import LeRobotDataset
 
 
 class _Faults:

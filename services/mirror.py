@@ -54,9 +54,10 @@ class PrefectMirror:
                 task.cancel()
             self._tasks = []
         if not self._tasks:
-            self._http = self._http or httpx.AsyncClient(base_url=self._url, timeout=30)
+            self._http = self._http or httpx.AsyncClient(base_url=self._url, timeout=30, trust_env=False)
             self._tasks = [
-                asyncio.create_task(loop) for loop in (self._read_changes(), self._write_runs(), self._watch_cancelled())
+                asyncio.create_task(loop)
+                for loop in (self._read_changes(), self._write_runs(), self._watch_cancelled())
             ]
         return "ok"
 
@@ -109,13 +110,21 @@ class PrefectMirror:
             try:
                 await self._write(entry)
             except (httpx.HTTPError, KeyError, ValueError) as error:
-                self._last_error = f"{type(error).__name__}: {error}"
+                self._note(error)
                 self._state.touch(entry.job["job_id"], entry.job["timestamp"])
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._writes += 1
             self._state.written(entry, state)
             await asyncio.sleep(max(0.0, 1 / _MAX_WRITES_PER_S - (time.monotonic() - begun)))
+
+    def _note(self, error: Exception) -> None:
+        """Remember what went wrong, and log it when it is something new."""
+        detail = error.response.text[:500] if isinstance(error, httpx.HTTPStatusError) else ""
+        said = f"{type(error).__name__}: {error} {detail}".strip()
+        if said != self._last_error:
+            logger.warning("the mirror could not write: %s", said)
+        self._last_error = said
 
     async def _write(self, entry: Entry) -> None:
         if entry.run_id is None:

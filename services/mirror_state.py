@@ -53,14 +53,16 @@ class Entry:
         return self.job["state"] in TERMINAL
 
     def state(self) -> dict[str, Any]:
-        """Prefect's state as JSON: the scheduler's timestamp, our state and the reason in the message."""
+        """Prefect's state as JSON: our states with the scheduler's times (UTC) and the reason in the message.
+
+        Prefect stamps a state itself and refuses a timestamp from outside.
+        """
         kind, name = prefect_state(self.job["state"])
         reason = f" — {self.job['reason']}" if self.job.get("reason") else ""
         return {
             "type": kind,
             "name": name,
             "message": (" → ".join(self.path) + reason)[:4000],
-            "timestamp": datetime.fromtimestamp(self.job["timestamp"], UTC).isoformat(),
         }
 
     def tags(self) -> list[str]:
@@ -79,7 +81,8 @@ class MirrorState:
         """Take in one of the scheduler's changes."""
         entry = self.entries.setdefault(change["job_id"], Entry({}))
         entry.job = {**entry.job, **change}
-        entry.path = [*entry.path, change["state"]][-_PATH_KEPT:]
+        at = datetime.fromtimestamp(change["timestamp"], UTC).strftime("%H:%M:%S.%f")[:-3]
+        entry.path = [*entry.path, f"{change['state']} {at}"][-_PATH_KEPT:]
         self.touch(change["job_id"], change["timestamp"])
 
     def touch(self, job_id: str, since: float) -> None:

@@ -1,4 +1,4 @@
-"""Updates of an action module: how many steps, how often the base is asked, what the schedule is, what spoils nothing."""
+"""Updates of an action module: steps, base forwards, schedule, and faults that spoil nothing."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def sft(passes: int, **changes: torch.Tensor) -> tuple[action_modules.ActionModu
     """Train on 10 samples in microbatches of 4."""
     given = inputs() | changes
     trained, asked = module(), []
-    spec = SftSpec(
-        jobs=2, batches_per_job=3, passes=passes, microbatch_size=4, optimizer=AdamSpec(learning_rate=1e-3)
-    )
+    spec = SftSpec(jobs=2, batches_per_job=3, passes=passes, microbatch_size=4, optimizer=AdamSpec(learning_rate=1e-3))
     optimizer = new_optimizer(trained, spec)
 
     def encode(rows: slice) -> VLAFeature:

@@ -27,7 +27,7 @@ class SftSpec(Spec):
         default=1,
         gt=0,
         le=64,
-        description="Passes over a job's samples, the later ones shuffled; the frozen base sees each sample once a job.",
+        description="Passes over a job's samples, the later ones shuffled; the base sees each sample once a job.",
     )
     microbatch_size: int = Field(gt=0, description="Samples of one optimizer step.")
     optimizer: AdamSpec

@@ -41,7 +41,7 @@ class Service:
                 return await asyncio.wait_for(_invoke(self._actor, method, args, kwargs), self._timeout_s)
             except TimeoutError:
                 raise ServiceUnavailable(
-                    f"{self.name}.{method}: no reply in {self._timeout_s:g} s; possible: the service hangs or is overloaded; "
+                    f"{self.name}.{method}: no reply in {self._timeout_s:g} s; possible: it hangs or is overloaded; "
                     "see `joynexus status` and the log of its worker"
                 ) from None
             except (OSError, RuntimeError) as error:

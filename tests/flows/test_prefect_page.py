@@ -153,7 +153,7 @@ def test_sft_from_the_form_to_completed(
         str(dataset)
     )
     below(page, "Training jobs in all (the completion target).", "input").fill("2")
-    below(page, "Optimizer steps one job makes.", "input").fill("2")
+    below(page, "Microbatches of one job.", "input").fill("2")
     below(page, "Samples of one optimizer step.", "input").fill("8")
     page.screenshot(path=tmp_path / "form.png", full_page=True)
 

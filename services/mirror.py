@@ -165,6 +165,8 @@ class PrefectMirror:
             try:
                 self._parents[flow_run_id] = (await self._post("/task_runs/", body))["id"]
             except httpx.HTTPStatusError as error:
+                if error.response.is_server_error:
+                    raise  # a locked database: the whole write is tried again
                 # The workload was not started through Prefect (a client with an id of its own): no parent then.
                 logger.info("jobs of %s have no parent run: %s", flow_run_id, error)
                 self._parents[flow_run_id] = None

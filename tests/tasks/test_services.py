@@ -1,4 +1,4 @@
-"""Every resident service answers what finding it asks of it."""
+"""The actors that the platform flow places."""
 
 from __future__ import annotations
 

@@ -1,0 +1,69 @@
+"""Digests that must not change between processes, machines and Python versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from configs import presets
+from configs.environment import CameraSpec
+from configs.model import OftSpec
+from configs.signature import canonical_json, digest, prefix_key, schema_signature
+
+BASE = presets.base_model("tiny-qwen3-vl")
+MODULE = OftSpec(horizon=2, action_width=4, state_width=25, proprioception="head")
+TOP, WRIST = (CameraSpec(name=name, height=64, width=64) for name in ("top", "wrist"))
+
+
+def signature(**changes: object) -> str:
+    given = {"base": BASE, "action_module": MODULE, "cameras": (TOP, WRIST), "light_visuals": False} | changes
+    return schema_signature(given.pop("base"), given.pop("action_module"), given.pop("cameras"), **given)  # type: ignore[arg-type]
+
+
+def test_canonical_json_is_one_text_for_equal_values() -> None:
+    assert canonical_json({"b": [1, 2.5], "a": "é"}) == '{"a":"\\u00e9","b":[1,2.5]}'
+    assert digest({"a": 1}) == hashlib.sha256(b'{"a":1}').hexdigest()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json(float("nan"))
+
+
+def test_another_process_with_another_hash_seed_gives_the_same_signature() -> None:
+    code = "from tests.configs.test_signature import signature; import json; print(json.dumps(signature()))"
+    for seed in ("1", "2"):
+        found = subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        )
+        assert json.loads(found.stdout) == signature()
+
+
+def test_cameras_are_bound_by_name_not_by_order() -> None:
+    assert signature(cameras=(WRIST, TOP)) == signature()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cameras": (TOP,)},
+        {"cameras": (TOP, WRIST.model_copy(update={"height": 32}))},
+        {"action_module": MODULE.model_copy(update={"horizon": 3})},
+        {"action_module": MODULE.model_copy(update={"proprioception": "prompt"})},
+        {"base": BASE.model_copy(update={"dtype": "bfloat16"})},
+        {"base": BASE.model_copy(update={"num_action_tokens": 8})},
+        {"light_visuals": True},
+    ],
+    ids=str,
+)
+def test_every_part_of_the_interface_is_in_the_signature(changes: dict[str, object]) -> None:
+    assert signature(**changes) != signature()
+
+
+def test_requests_share_a_prefix_key_whatever_their_cameras_and_widths() -> None:
+    """It knows the base and the length bucket; not where the base runs."""
+    assert prefix_key(BASE, 48) == prefix_key(BASE.model_copy(update={"device": "cuda"}), 48)
+    assert (
+        len({prefix_key(BASE, 48), prefix_key(BASE, 64), prefix_key(BASE.model_copy(update={"source": "x"}), 48)}) == 3
+    )

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 FLOW_NAME = "training-job"
 _MAX_WRITES_PER_S = 40.0
-_RETRY_S = 1.0
+_RETRY_S = 0.25
 _WATCH_CANCELLED_S = 3.0
 
 
@@ -44,6 +44,7 @@ class PrefectMirror:
         self._parents: dict[str, str | None] = {}  # {workload's flow run: its task run that the jobs hang from}
         self._writes = 0
         self._last_error: str | None = None
+        self._refused_at = 0.0  # when Prefect last answered with an error of its own or not at all
 
     async def ping(self) -> str:
         """Answer "ok" and see that the loops run."""
@@ -69,6 +70,7 @@ class PrefectMirror:
             "lag_s": self._state.lag_s(time.time()),
             "writes": self._writes,
             "last_error": self._last_error,
+            "refused_at": self._refused_at,
         }
 
     async def caught_up(self, timeout_s: float) -> bool:
@@ -120,6 +122,7 @@ class PrefectMirror:
 
     def _note(self, error: Exception) -> None:
         """Remember what went wrong, and log it when it is something new."""
+        self._refused_at = time.time()
         detail = error.response.text[:500] if isinstance(error, httpx.HTTPStatusError) else ""
         said = f"{type(error).__name__}: {error} {detail}".strip()
         if said != self._last_error:

@@ -9,3 +9,4 @@ import os
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ["MALLOC_TRIM_THRESHOLD_"] = str(512 << 20)
+os.environ["MALLOC_MMAP_THRESHOLD_"] = str(32 << 20)

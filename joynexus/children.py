@@ -40,8 +40,8 @@ def free_ports(host: str, count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-MALLOC_TRIM = "MALLOC_TRIM_THRESHOLD_"
-KEEP_FREED_BYTES = str(512 << 20)
+# Setting one of glibc's thresholds fixes the other at its small default, where each larger tensor is mapped anew.
+MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -52,7 +52,7 @@ def thread_environment(threads: int) -> dict[str, str]:
     """
     plain = {name: str(threads) for name in _THREAD_VARIABLES}
     nanny = {f"DASK_DISTRIBUTED__NANNY__PRE_SPAWN_ENVIRON__{name}": str(threads) for name in _THREAD_VARIABLES}
-    return plain | nanny | {MALLOC_TRIM: KEEP_FREED_BYTES}
+    return plain | nanny | MEMORY
 
 
 def python(module: str, *arguments: str) -> list[str]:

@@ -1,12 +1,9 @@
 """Benchmarks: `python -m benchmarks.NAME --json FILE` prints a table and writes it. Each docstring says what is timed.
 
-Importing this package sets one torch thread and the memory threshold, as the platform's roles have them on two cores,
-before torch is imported.
+Importing this package sets one torch thread, as the platform's roles have on two cores, before torch is imported.
 """
 
 import os
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
-os.environ["MALLOC_TRIM_THRESHOLD_"] = str(512 << 20)
-os.environ["MALLOC_MMAP_THRESHOLD_"] = str(32 << 20)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import SpecError, refusal
+from joynexus.children import MEMORY
 
 LIBRARIES = ("numpy", "torch", "zarr", "distributed", "prefect", "mlflow", "transformers")
 
@@ -89,6 +90,7 @@ def main(
             f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{text} ({default})"
         )
     arguments = parser.parse_args()
+    _take_the_platforms_memory_settings()
     where = machine()
     report = measure(arguments)
     print(title)
@@ -97,6 +99,13 @@ def main(
     print(table(_against_aims(report)))
     if arguments.json is not None:
         write(arguments.json, where, report)
+
+
+def _take_the_platforms_memory_settings() -> None:
+    """Start this command anew under them: the C library reads them once, and both sides of a ratio must have them."""
+    if not MEMORY.keys() <= os.environ.keys():
+        os.environ.update(MEMORY)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def write(path: Path, where: Mapping[str, Any], report: Report) -> None:

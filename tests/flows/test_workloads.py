@@ -142,6 +142,7 @@ def test_the_mirror_is_at_most_five_seconds_behind_while_jobs_run(
                 await asyncio.sleep(0.3)
             assert samples > 3
             await here.completed(run)
+            assert await mirror.caught_up(timeout_s=30)
             children = await here.api.children(run)
             assert len(children) == 12, "each job's run is a child of its workload's"
 

@@ -11,6 +11,7 @@ from configs.errors import ServiceUnavailable
 from configs.platform import READY_EVENT
 from services import lookup
 from tasks.connection import Platform, platform_connection
+from tasks.jobs import clear_leftovers
 from tasks.services import place_service
 
 _WATCH_EVERY_S = 5.0
@@ -20,7 +21,7 @@ _KEEP_ENDED_JOBS_S = 7 * 24 * 3600.0
 
 @flow(name="platform", flow_run_name="platform {cluster}")
 async def platform(cluster: str = "laptop") -> None:
-    """Place every service on its role's worker, say so, and put back what is lost.
+    """Place every service on its role's worker, say so, put back what is lost and clear what nobody needs.
 
     The services outlive this run: ending it takes nothing along.
     """
@@ -42,10 +43,23 @@ async def platform(cluster: str = "laptop") -> None:
             if asyncio.get_running_loop().time() - pruned > _PRUNE_EVERY_S:
                 pruned = asyncio.get_running_loop().time()
                 await _prune(connection)
+            await _clear_leftovers(connection)
             for name in lookup.NAMES:
                 if await lookup.reachable(name, connection.client) is None:
                     logger.warning("%s does not answer; placing it again", name)
                     await place_service(connection, name)
+
+
+async def _clear_leftovers(connection: Platform) -> None:
+    """Clear what killed and cancelled workloads left; a scheduler that is away is asked again at the next look."""
+    try:
+        cleared = await clear_leftovers(connection)
+    except ServiceUnavailable as error:
+        connection.forget()
+        get_run_logger().warning("%s", error)
+    else:
+        if cleared:
+            get_run_logger().info("partitions of ended jobs were cleared: %s", ", ".join(cleared))
 
 
 async def _prune(connection: Platform) -> None:

@@ -15,7 +15,7 @@ from flows.evaluate import evaluate
 from tasks.adapters import register_adapter
 from tasks.artifacts import publish_workload_report
 from tasks.connection import Platform, platform_connection
-from tasks.tenants import OpenedTenant, close_workload, open_tenant, write_json
+from tasks.tenants import OpenedTenant, close_workload, kept_policy, open_tenant, write_json
 
 Producer = Callable[[Platform, OpenedTenant, str], Coroutine[Any, Any, None]]
 _WAIT_S = 5.0
@@ -35,7 +35,8 @@ async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, A
         tenant = await open_tenant(platform, workload, run_id)
         ended, reason = "FAILED", "the workload failed"
         try:
-            report = await _run(platform, tenant, produce, run_id)
+            async with kept_policy(platform, tenant, run_id):
+                report = await _run(platform, tenant, produce, run_id)
             ended, reason = "FINISHED", "the workload is done"
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -95,7 +96,8 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant) -> dict[str, int
     """Counts by outcome once the completion target is met and nothing is in flight.
 
     Raises:
-        JoyNexusError: if more jobs failed or were dropped than the target asks for; it will not be met then.
+        JoyNexusError: if the policy was closed, or more jobs failed or were dropped than the target asks for; it will
+            not be met then.
     """
     scheduler, evaluation = await platform.scheduler(), tenant.backend.evaluation
     key, target = tenant.backend.policy_key, tenant.backend.algorithm.jobs
@@ -103,6 +105,8 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant) -> dict[str, int
     evaluated = 0
     while True:
         counts: dict[str, Any] = await scheduler.wait_policy_idle(key, timeout_s=_WAIT_S)
+        if counts["closed"] is not None:
+            raise JoyNexusError(f"{key} was closed: {counts['closed']}")
         if counts["idle"]:
             return counts
         if every is not None and counts["completed"] // every > evaluated:

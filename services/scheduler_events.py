@@ -26,9 +26,19 @@ class Tick(Event):
 
 @dataclass(frozen=True)
 class RegisterPolicy(Event):
-    """A producer declares a policy. The same contents again change nothing."""
+    """A producer declares a policy, held by `holder` (its flow run; None: by nobody). The same again renews it."""
 
     policy: dict[str, Any]
+    holder: str | None = None
+    lease_s: float | None = None
+
+
+@dataclass(frozen=True)
+class KeepPolicy(Event):
+    """The policy's producer is still there."""
+
+    policy_key: str
+    holder: str
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,11 @@ def _policies(table: JobTable) -> None:
         assert list(policy.open) == unfinished, key
         assert len(unfinished) <= policy.spec.max_in_flight, key
         assert policy.closed is None or not unfinished, key
+        leased = policy.closed is None and policy.lease_s is not None
+        assert (policy.lease_expires_at is not None) == leased, key
+        if policy.lease_expires_at is not None:
+            assert policy.lease_expires_at > table.now, f"{key}: its lease outlived its time"
+            assert (policy.lease_expires_at, key, policy.generation) in table._policy_expiries, key
         target, own_rollouts = policy.spec.completion_target, policy.spec.max_active_rollouts
         assert target is None or policy.counts["completed"] + len(unfinished) <= target, key
         assert own_rollouts is None or policy.spec.task_type != "rl" or policy.counts[RESERVED] <= own_rollouts, key

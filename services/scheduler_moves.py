@@ -16,6 +16,7 @@ from services.scheduler_admission import Admission
 from services.scheduler_events import Instruction, Wake, Write, WriteJob
 from services.scheduler_queues import StageQueue, TrainingQueue
 from services.scheduler_records import (
+    DROPPED,
     HELD,
     LEASED,
     READY,
@@ -59,6 +60,7 @@ class JobTable:
         self.lease_requests: dict[str, str] = {}  # {request_id: job_id} of leases that are held
         self.now = 0.0  # latest time seen
         self._expiries: list[tuple[float, str, int]] = []  # heap of (time, job_id, token); renewed ones are skipped
+        self._policy_expiries: list[tuple[float, str, int]] = []  # heap of (time, policy_key, generation), likewise
         self._ended: deque[str] = deque()  # job_ids in order of their end
         self._out: list[Instruction] = []  # what the caller is to do, since the last event
 
@@ -86,7 +88,15 @@ class JobTable:
         self.counters.update(counters)
         self.train_seq = {tenant_id: body["train_seq"] for tenant_id, body in tenants.items()}
         for key, body in policies.items():
-            policy = Policy(PolicySpec(**body["spec"]), body["generation"], body["closed"], dict(body["pruned"]))
+            policy = Policy(
+                PolicySpec(**body["spec"]),
+                body["generation"],
+                closed=body["closed"],
+                holder=body.get("holder"),  # journals from before policies had leases lack both
+                lease_s=body.get("lease_s"),
+                pruned=dict(body["pruned"]),
+            )
+            self._renew_policy(policy)
             for state, pruned in policy.pruned.items():
                 policy.counts[state] += pruned
             self.policies[key] = policy
@@ -144,14 +154,37 @@ class JobTable:
         return self.counters[counter]
 
     def _run_out(self) -> None:
-        """End leases and places whose time has come."""
+        """End leases, policies and places whose time has come."""
         while self._expiries and self._expiries[0][0] <= self.now:
             expires_at, job_id, token = heapq.heappop(self._expiries)
             job = self.jobs.get(job_id)
             if job is not None and job.lease_token == token and job.lease_expires_at == expires_at:
                 self._move(job, HELD[job.state], "return", reason=f"the lease of {job.lease_holder} expired")
+        while self._policy_expiries and self._policy_expiries[0][0] <= self.now:
+            expires_at, key, generation = heapq.heappop(self._policy_expiries)
+            policy = self.policies[key]
+            if policy.closed is None and (policy.generation, policy.lease_expires_at) == (generation, expires_at):
+                self._close_policy(policy, f"its flow run gave no sign for {policy.lease_s:g} s")
         if self.admission.waiting and self.admission.lapse(self.now):
             self._out.append(Wake("admission"))
+
+    def _renew_policy(self, policy: Policy) -> None:
+        """Its lease lasts its whole length from now."""
+        if policy.closed is None and policy.lease_s is not None:
+            policy.lease_expires_at = self.now + policy.lease_s
+            heapq.heappush(self._policy_expiries, (policy.lease_expires_at, policy.key, policy.generation))
+
+    def _close_policy(self, policy: Policy, reason: str) -> list[str]:
+        """Admit none of its jobs any more and drop those that are not ended; returns their ids."""
+        dropped = list(policy.open)
+        if policy.closed is None:
+            policy.closed, policy.lease_expires_at = reason, None
+            self._out.append(Write("policy", policy.key, policy.body()))
+        for job_id in dropped:
+            self._move(self.jobs[job_id], DROPPED, "drop", reason=f"cancelled: {reason}")
+        self.admission.waiting.pop(policy.key, None)
+        self._out += [Wake("admission"), Wake(f"policy:{policy.key}")]
+        return dropped
 
     def _repeated(self, job: Job, state: str, token: int | None, metadata: dict[str, Any]) -> bool:
         """Whether the same hands brought the job to `state` before: the call was sent twice.

@@ -96,6 +96,9 @@ class Policy:
     spec: PolicySpec
     generation: int  # counts registrations after a close, so that old jobs do not count for a new workload
     closed: str | None = None  # reason; a closed policy admits nothing
+    holder: str | None = None  # the flow run whose workload this is
+    lease_s: float | None = None  # without a sign of its holder for so long it is closed; None: it stays open
+    lease_expires_at: float | None = None  # derived: after a restart the lease has its whole length again
     pruned: dict[str, int] = field(default_factory=dict)  # {terminal state: jobs of this generation forgotten by age}
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))  # this generation, with pruned
     open: dict[str, None] = field(default_factory=dict)  # all and only its non-terminal jobs, in order of creation
@@ -112,6 +115,8 @@ class Policy:
             "spec": self.spec.model_dump(mode="json"),
             "generation": self.generation,
             "closed": self.closed,
+            "holder": self.holder,
+            "lease_s": self.lease_s,
             "pruned": self.pruned,
         }
 

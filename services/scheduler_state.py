@@ -1,9 +1,9 @@
 """The Training Scheduler's state machine: events in, instructions out; no clock, no I/O, no randomness.
 
 `SchedulerState.handle` is the only way to change it. A handler checks everything before it changes anything, so a
-refused event leaves no trace. What this does not prevent: a producer that dies while its job is `reserved` (there is
-no lease) leaves it there until its policy is closed or its request is repeated; a holder that lost its lease may
-still compute, but its token is refused.
+refused event leaves no trace. What this does not prevent: a job whose producer dies stays `reserved` until the lease
+on its policy runs out or its request is repeated; a holder that lost its lease may still compute, but its token is
+refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import orjson
 
-from configs.errors import Conflict, JoyNexusError, SpecError, refusal
+from configs.errors import Conflict, JoyNexusError, LeaseLost, SpecError, refusal
 from configs.spec import parse
 from services.scheduler_admission import TURN_S
 from services.scheduler_events import (
@@ -27,6 +27,7 @@ from services.scheduler_events import (
     Event,
     Fail,
     Forget,
+    KeepPolicy,
     Lease,
     Mark,
     Outcome,
@@ -98,8 +99,8 @@ class SchedulerState(JobTable):
     def next_deadline(self) -> float | None:
         """When the next `Tick` has something to do, at the earliest."""
         lapse = self.admission.next_lapse()
-        expiry = self._expiries[0][0] if self._expiries else None
-        return min((time for time in (lapse, expiry) if time is not None), default=None)
+        expiries = [heap[0][0] for heap in (self._expiries, self._policy_expiries) if heap]
+        return min(expiries if lapse is None else [lapse, *expiries], default=None)
 
     # Handlers, in the order of a job's life.
 
@@ -108,32 +109,47 @@ class SchedulerState(JobTable):
 
     def _register(self, event: RegisterPolicy) -> None:
         spec = parse(PolicySpec, event.policy, where="policy")
+        if event.lease_s is not None:
+            _checked_lease(event.lease_s)
+        if (event.lease_s is None) != (event.holder is None):
+            raise SpecError(refusal("lease_s", event.lease_s, "seconds with a holder, none without", "send both"))
         former = self.policies.get(spec.policy_key)
         if former is not None and former.closed is None:
+            if former.holder != event.holder:
+                raise Conflict(
+                    refusal(
+                        f"policy {spec.policy_key}",
+                        f"flow run {event.holder}",
+                        f"flow run {former.holder}, whose workload runs",
+                        "wait for its end or cancel it",
+                    )
+                )
             if former.spec == spec:
+                self._renew_policy(former)
                 return
             given, known = spec.model_dump(), former.spec.model_dump()
             field = next(name for name in given if given[name] != known[name])
             raise Conflict(
                 refusal(f"policy {spec.policy_key}.{field}", given[field], f"{known[field]!r}", "close it first")
             )
-        policy = Policy(spec, generation=former.generation + 1 if former else 0)
+        generation = former.generation + 1 if former else 0
+        policy = Policy(spec, generation, holder=event.holder, lease_s=event.lease_s)
         policy.last_admitted_seq = former.last_admitted_seq if former else 0
         self.policies[spec.policy_key] = policy
+        self._renew_policy(policy)
         self._out += [Write("policy", policy.key, policy.body()), Wake("admission"), Wake(f"policy:{policy.key}")]
 
     def _close(self, event: ClosePolicy) -> list[str]:
         policy = self.policy(event.policy_key)
         _checked_reason(event.reason)
-        dropped = list(policy.open)
-        if policy.closed is None:
-            policy.closed = event.reason
-            self._out.append(Write("policy", policy.key, policy.body()))
-        for job_id in dropped:
-            self._move(self.jobs[job_id], DROPPED, "drop", reason=f"cancelled: {event.reason}")
-        self.admission.waiting.pop(policy.key, None)
-        self._out += [Wake("admission"), Wake(f"policy:{policy.key}")]
-        return dropped
+        return self._close_policy(policy, event.reason)
+
+    def _keep(self, event: KeepPolicy) -> None:
+        policy = self.policy(event.policy_key)
+        if policy.closed is not None or policy.holder != event.holder:
+            held = f"closed ({policy.closed})" if policy.closed is not None else f"held by {policy.holder}"
+            raise LeaseLost(refusal(f"policy {policy.key} holder", event.holder, held, "end the workload"))
+        self._renew_policy(policy)  # not journalled: after a restart it has its whole length again
 
     def _reserve(self, event: Reserve) -> dict[str, Any]:
         policy = self.policy(event.policy_key)
@@ -368,6 +384,7 @@ def _checked_reason(reason: str) -> None:
 _HANDLERS: dict[type[Event], Callable[[SchedulerState, Any], Any]] = {
     Tick: SchedulerState._tick,
     RegisterPolicy: SchedulerState._register,
+    KeepPolicy: SchedulerState._keep,
     ClosePolicy: SchedulerState._close,
     Reserve: SchedulerState._reserve,
     AwaitAdmission: SchedulerState._await,

@@ -27,6 +27,7 @@ from services.scheduler_events import (
     DropIfStale,
     Event,
     Fail,
+    KeepPolicy,
     Lease,
     Mark,
     Prune,
@@ -35,7 +36,7 @@ from services.scheduler_events import (
     Renew,
     Reserve,
 )
-from services.scheduler_records import LEASED, READY, STAGES, STATES
+from services.scheduler_records import LEASED, READY, STAGES, STATES, TERMINAL
 from services.scheduler_shell import SchedulerShell
 from services.scheduler_snapshot import idle_report, snapshot
 
@@ -69,13 +70,24 @@ class TrainingScheduler(SchedulerShell):
     # Policies.
 
     @_verb
-    def register_policy(self, policy: dict[str, Any]) -> Event:
-        """Declare a policy (fields of `PolicySpec`). The same again changes nothing.
+    def register_policy(self, policy: dict[str, Any], holder: str | None = None, lease_s: float | None = None) -> Event:
+        """Declare a policy (fields of `PolicySpec`), closed when `holder` does not `keep_policy` within `lease_s`.
+
+        The same again renews the lease; without a holder it stays open until it is closed.
 
         Raises:
-            Conflict: if it is active with other contents. A closed one starts anew, its counts at 0.
+            Conflict: if it is active with other contents or another holder. A closed one starts anew, its counts at 0.
         """
-        return RegisterPolicy(self._now(), policy)
+        return RegisterPolicy(self._now(), policy, holder, lease_s)
+
+    @_verb
+    def keep_policy(self, policy_key: str, holder: str) -> Event:
+        """The policy's lease lasts its whole length from now.
+
+        Raises:
+            LeaseLost: if it is closed or another's.
+        """
+        return KeepPolicy(self._now(), policy_key, holder)
 
     @_verb
     def close_policy(self, policy_key: str, reason: str) -> Event:
@@ -274,6 +286,15 @@ class TrainingScheduler(SchedulerShell):
         if unknown:
             raise SpecError(refusal("states", sorted(unknown), ", ".join(STATES), "choose of these"))
         return await self._read(lambda: self._select(policy_key, states, limit))
+
+    async def unfinished(self, job_ids: Sequence[str]) -> list[str]:
+        """Those of `job_ids` that are known and not ended."""
+
+        def look() -> list[str]:
+            found = ((job_id, self._state.jobs.get(job_id)) for job_id in job_ids)
+            return [job_id for job_id, job in found if job is not None and job.state not in TERMINAL]
+
+        return await self._read(look)
 
     async def counts(self) -> dict[str, int]:
         """{state: jobs}, terminal ones until they are pruned."""

@@ -51,6 +51,24 @@ async def clear_partition(platform: Platform, partition_id: str) -> None:
     await asyncio.to_thread(PartitionStore(platform.home.partitions).clear, partition_id)
 
 
+async def clear_leftovers(platform: Platform) -> list[str]:
+    """Clear partitions whose job has ended or is not known: their producer wrote them late, or was killed meanwhile.
+
+    A job is reserved before its partition is written, and ended for good, so what is listed first and not unfinished
+    then is nobody's any more.
+
+    Returns:
+        Ids of the partitions that were cleared.
+    """
+    found = await asyncio.to_thread(PartitionStore(platform.home.partitions).list)
+    job_ids = {partition_id: partition_id.split(".", 1)[0] for partition_id in found}
+    kept = set(await (await platform.scheduler()).unfinished(sorted(set(job_ids.values())))) if found else set()
+    leftovers = [partition_id for partition_id, job_id in job_ids.items() if job_id not in kept]
+    for partition_id in leftovers:
+        await clear_partition(platform, partition_id)
+    return leftovers
+
+
 async def give_up(platform: Platform, job: dict[str, Any], error: BaseException) -> None:
     """A stage failed: clear the partition, keep the descriptor as failed with the reason."""
     await clear_partition(platform, job["partition_id"])

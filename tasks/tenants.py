@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,13 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.backend import BackendConfig
-from configs.errors import UnknownObject, refusal
+from configs.errors import JoyNexusError, ServiceUnavailable, UnknownObject, refusal
 from configs.workload import WorkloadSpec
 from services.admission import admit
 from storage.partitions import PartitionStore
 from tasks.connection import Platform
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
     backend = await asyncio.to_thread(admit, workload, platform.home, platform.cluster)
     scheduler = await platform.scheduler()
     # First of all: it refuses a second workload of this policy before the first one's slots are touched.
-    await scheduler.register_policy(backend.scheduler_policy())
+    await scheduler.register_policy(backend.scheduler_policy(), holder=run_id, lease_s=platform.cluster.lease_s)
     try:
         folder = platform.home.tenant(workload.tenant.name) / "workloads" / run_id
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,6 +89,35 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
         await scheduler.close_policy(backend.policy_key, "the workload could not be opened")
         raise
     return OpenedTenant(backend, folder, run)
+
+
+@asynccontextmanager
+async def kept_policy(platform: Platform, tenant: OpenedTenant, run_id: str) -> AsyncIterator[None]:
+    """Give the scheduler a sign at a fifth of the lease's duration while the block runs.
+
+    Without it (this process was killed) the scheduler closes the policy. A lost lease ends the signs; whoever waits
+    for the policy sees that it is closed.
+    """
+
+    async def keep() -> None:
+        while True:
+            await asyncio.sleep(platform.cluster.lease_s / 5)
+            try:
+                await (await platform.scheduler()).keep_policy(tenant.backend.policy_key, run_id)
+            except ServiceUnavailable as error:
+                logger.warning("%s", error)
+                platform.forget()
+            except JoyNexusError as error:
+                logger.warning("%s", error)
+                return
+
+    keeping = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
 
 
 async def close_tenant(platform: Platform, name: str) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -243,20 +245,50 @@ def test_a_second_workload_of_a_running_policy_is_refused(
             scheduler = await here.service(lookup.SCHEDULER)
             while not [j for j in await _jobs(scheduler, "twice.rl") if j["state"] == "completed"]:
                 await asyncio.sleep(0.1)
-            other = spec.model_copy(update={"limits": spec.limits.model_copy(update={"priority": 3})})
-            refused = await here.ended(await here.start(other))
+            refused = await here.ended(await here.start(spec))
             assert refused["state_type"] == "FAILED"
             assert "twice.rl" in refused["state"]["message"]
+            assert first in refused["state"]["message"]
             await here.api.cancel(first)
             assert (await here.ended(first))["state_type"] == "CANCELLED"
-            while [j for j in await _jobs(scheduler, "twice.rl") if j["state"] not in ("completed", "dropped")]:
-                await asyncio.sleep(0.1)
-            dropped = [j for j in await _jobs(scheduler, "twice.rl") if j["state"] == "dropped"]
-            assert all("cancelled" in job["reason"] for job in dropped)
-            while [p for p in PartitionStore(home.partitions).list() if "twice" in p]:
-                await asyncio.sleep(0.1)
+            await _gone(here, "twice.rl")
 
     asyncio.run(main())
+
+
+def test_a_killed_workload_leaves_the_queue_too(platform: PlatformAddresses, home: Home, dataset: str) -> None:
+    """SIGKILL: nothing of its own code runs any more; its policy's lease runs out and the platform cleans up."""
+
+    async def main() -> None:
+        async with running(platform, home) as here:
+            spec = workload("reach", "killed", **(SMALL | {"jobs": 200}))
+            first = await here.start(spec)
+            scheduler = await here.service(lookup.SCHEDULER)
+            while not [j for j in await _jobs(scheduler, "killed.rl") if j["state"] == "completed"]:
+                await asyncio.sleep(0.1)
+            os.kill(int((await here.api.run(first))["infrastructure_pid"].rsplit(":", 1)[-1]), signal.SIGKILL)
+            assert (await here.ended(first))["state_type"] == "CRASHED"
+            await _gone(here, "killed.rl")
+            again = await here.start(workload("reach", "killed", **SMALL))
+            await here.completed(again)
+
+    asyncio.run(main())
+
+
+async def _gone(here: Running, policy_key: str) -> None:
+    """The policy is closed, its unfinished jobs are dropped with the reason, and no partition of it is left.
+
+    Within the time that the lease on the policy lasts, and some more for a rollout that was under way.
+    """
+    scheduler = await here.service(lookup.SCHEDULER)
+    async with asyncio.timeout(180):
+        assert (await scheduler.wait_policy_idle(policy_key, timeout_s=120))["closed"] is not None
+        jobs = await _jobs(scheduler, policy_key)
+        assert {job["state"] for job in jobs} <= {"completed", "dropped"}
+        assert all("cancelled" in job["reason"] for job in jobs if job["state"] == "dropped")
+        tenant = policy_key.split(".")[0]
+        while [p for p in PartitionStore(here.home.partitions).list() if p.split(".")[2] == tenant]:
+            await asyncio.sleep(0.1)
 
 
 async def _jobs(scheduler: lookup.Service, policy_key: str) -> list[dict[str, Any]]:

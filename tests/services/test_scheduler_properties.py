@@ -31,6 +31,7 @@ from services.scheduler_events import (
     DropIfStale,
     Event,
     Fail,
+    KeepPolicy,
     Lease,
     Mark,
     Prune,
@@ -47,6 +48,7 @@ from tests.services.scheduler_cases import Disk
 
 MAX_ACTIVE_ROLLOUTS = 2
 LEASE_S = 10.0
+LEASED_POLICY, POLICY_LEASE_S = "c.sft", 25.0  # held by a flow run "f" that may die
 # {policy_key: (tenant, task, priority, max_in_flight, completion_target, max_active_rollouts)}; `both` has two
 POLICIES = {
     "a.rl": ("a", "rl", 0, 3, None, 1),
@@ -73,6 +75,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.ended: dict[str, dict[str, Any]] = {}  # {job_id: descriptor at its end}
         self.held: dict[str, tuple[int, float]] = {}  # {job_id: (token, expiry)} as the holders were told
         self.completed = dict.fromkeys(POLICIES, 0)  # since the policy was registered last
+        self.policy_expiry: float | None = None  # of LEASED_POLICY, None while it is closed
         self.ready_order: list[str] = []
         self.requests: dict[str, str] = {}
 
@@ -83,6 +86,11 @@ class SchedulerHistory(RuleBasedStateMachine):
         # Time first, so that what is compared is this event's effect alone.
         self.disk.write(self.state, self.state.handle(Tick(event.now)).instructions)
         self.held = {job_id: hold for job_id, hold in self.held.items() if hold[1] > self.now}
+        if self.policy_expiry is not None and self.policy_expiry <= self.now:
+            self.policy_expiry = None
+            for job_id in self.unfinished(LEASED_POLICY):
+                assert self.state.jobs[job_id].state == "dropped"
+                self.end(self.state.jobs[job_id].describe())
         before = self.picture()
         outcome = self.state.handle(event)
         self.disk.write(self.state, outcome.instructions)
@@ -94,6 +102,9 @@ class SchedulerHistory(RuleBasedStateMachine):
     def picture(self) -> Any:
         jobs = {job_id: job.describe() for job_id, job in self.state.jobs.items()}
         return jobs, dict(self.state.counters), dict(self.state.ready.turns), dict(self.state.train_seq)
+
+    def unfinished(self, key: str) -> list[str]:
+        return [job_id for job_id, owner in self.known.items() if owner == key and job_id not in self.ended]
 
     def end(self, job: dict[str, Any]) -> None:
         """A job was reported terminal."""
@@ -138,6 +149,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     def register(self, key: str) -> None:
         """The same contents each time."""
         tenant, task, priority, in_flight, target, rollouts = POLICIES[key]
+        self.do(Tick(self.now))
         fresh = key not in self.state.policies or self.state.policies[key].closed is not None
         policy = {
             "policy_key": key,
@@ -149,9 +161,25 @@ class SchedulerHistory(RuleBasedStateMachine):
             "completion_target": target,
             "max_active_rollouts": rollouts,
         }
-        assert self.do(RegisterPolicy(self.now, policy)) is None
+        leased = key == LEASED_POLICY
+        event = RegisterPolicy(self.now, policy, "f", POLICY_LEASE_S) if leased else RegisterPolicy(self.now, policy)
+        assert self.do(event) is None
+        if leased:
+            self.policy_expiry = self.now + POLICY_LEASE_S
         if fresh:
             self.completed[key] = 0
+        else:
+            assert isinstance(self.do(RegisterPolicy(self.now, policy, "another", 5.0)), Conflict)
+
+    @rule(holder=st.sampled_from(["f", "f", "another"]))
+    def keep(self, holder: str) -> None:
+        """Its holder alone keeps a policy, and only while it is not closed."""
+        reply = self.do(KeepPolicy(self.now, LEASED_POLICY, holder))
+        if self.policy_expiry is not None and holder == "f":
+            assert reply is None
+            self.policy_expiry = self.now + POLICY_LEASE_S
+        else:
+            assert isinstance(reply, LeaseLost)
 
     @rule(key=keys, request=st.sampled_from([None, None, "r1", "r2", "r3"]), size=st.integers(1, 2))
     def reserve(self, key: str, request: str | None, size: int) -> None:
@@ -316,8 +344,10 @@ class SchedulerHistory(RuleBasedStateMachine):
     def close(self, key: str) -> None:
         """Now and then: all that is unfinished is dropped, nothing else."""
         self.do(Tick(self.now))
-        unfinished = [job_id for job_id, owner in self.known.items() if owner == key and job_id not in self.ended]
+        unfinished = self.unfinished(key)
         assert self.do(ClosePolicy(self.now, key, "over")) == unfinished
+        if key == LEASED_POLICY:
+            self.policy_expiry = None
         for job_id in unfinished:
             self.end(self.state.jobs[job_id].describe())
 
@@ -341,6 +371,8 @@ class SchedulerHistory(RuleBasedStateMachine):
         old, self.state = self.state, self.disk.restored(MAX_ACTIVE_ROLLOUTS, self.now)
         self.state.validate()
         self.held = {job_id: (token, self.now + LEASE_S) for job_id, (token, _) in self.held.items()}
+        if self.policy_expiry is not None:
+            self.policy_expiry = self.now + POLICY_LEASE_S
         assert self.state.counts == old.counts
         assert list(self.state.jobs) == list(old.jobs)
         for job_id, job in self.state.jobs.items():

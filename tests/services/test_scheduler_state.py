@@ -13,6 +13,7 @@ from services.scheduler_events import (
     Complete,
     DropIfStale,
     Fail,
+    KeepPolicy,
     Lease,
     Mark,
     Prune,
@@ -336,6 +337,48 @@ def test_a_policy_registered_after_its_close_starts_anew() -> None:
     bench.register("demos", "sft", completion_target=1, priority=3)
     bench.restart()
     assert bench.reserve("demos.sft") == "job-00000002"
+
+
+def test_a_policy_whose_flow_run_is_gone_is_closed(bench: Bench) -> None:
+    """Registered at 1000 for 60 s, kept at 1050, so it ends at 1110: its jobs are dropped, the others' are not."""
+    policy = {**bench.state.policies["push.rl"].spec.model_dump(), "policy_key": "left.rl", "tenant_id": "left"}
+    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    reserved, others = bench.reserve("left.rl"), bench.reserve("push.rl")
+    bench.wait(50)
+    bench.do(KeepPolicy(bench.now, "left.rl", "run-1"))
+    bench.wait(59.5)
+    assert bench.state.next_deadline() == 1110.0
+    assert bench.state.policies["left.rl"].closed is None
+    bench.wait(0.5)
+    assert bench.state.policies["left.rl"].closed == "its flow run gave no sign for 60 s"
+    assert bench.state.jobs[reserved].state == "dropped"
+    assert bench.state.jobs[reserved].reason == "cancelled: its flow run gave no sign for 60 s"
+    assert bench.state.jobs[others].state == "reserved"
+    error = bench.refused(KeepPolicy(bench.now, "left.rl", "run-1"))
+    assert isinstance(error, LeaseLost)
+    assert "gave no sign" in str(error)
+    bench.do(RegisterPolicy(bench.now, policy, "run-2", 60.0))  # the next workload of this policy
+    bench.wait(61)
+    bench.restart()
+    assert bench.state.policies["left.rl"].closed is not None
+
+
+def test_two_flow_runs_of_one_policy_are_not_mixed(bench: Bench) -> None:
+    """The same workload started twice: the second one hears whose it is; the first one's retry renews its lease."""
+    policy = {**bench.state.policies["push.rl"].spec.model_dump(), "policy_key": "twice.rl", "tenant_id": "twice"}
+    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    bench.wait(50)
+    error = bench.refused(RegisterPolicy(bench.now, policy, "run-2", 60.0))
+    assert isinstance(error, Conflict)
+    assert "flow run run-1" in str(error)
+    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    bench.restart()  # at 1050: the whole length again
+    bench.wait(59)
+    assert bench.state.policies["twice.rl"].closed is None
+    assert isinstance(bench.refused(KeepPolicy(bench.now, "twice.rl", "run-2")), LeaseLost)
+    assert isinstance(bench.refused(RegisterPolicy(bench.now, policy, "run-1", None)), SpecError)
+    bench.wait(1)
+    assert bench.state.policies["twice.rl"].closed is not None
 
 
 def test_an_unknown_policy_lists_the_known(bench: Bench) -> None:

@@ -85,7 +85,9 @@ class Parts:
         host = self._cluster.host
         return self._child(
             "prefect-server",
-            lambda: python("prefect", "server", "start", "--host", host, "--port", self._port("prefect-server")),
+            lambda: python(
+                "joynexus.prefect_server", "server", "start", "--host", host, "--port", self._port("prefect-server")
+            ),
             self.prefect_answers,
         )
 

@@ -44,7 +44,6 @@ class PrefectMirror:
         self._parents: dict[str, str | None] = {}  # {workload's flow run: its task run that the jobs hang from}
         self._writes = 0
         self._last_error: str | None = None
-        self._refused_at = 0.0  # when Prefect last answered with an error of its own or not at all
 
     async def ping(self) -> str:
         """Answer "ok" and see that the loops run."""
@@ -70,7 +69,6 @@ class PrefectMirror:
             "lag_s": self._state.lag_s(time.time()),
             "writes": self._writes,
             "last_error": self._last_error,
-            "refused_at": self._refused_at,
         }
 
     async def caught_up(self, timeout_s: float) -> bool:
@@ -122,7 +120,6 @@ class PrefectMirror:
 
     def _note(self, error: Exception) -> None:
         """Remember what went wrong, and log it when it is something new."""
-        self._refused_at = time.time()
         detail = error.response.text[:500] if isinstance(error, httpx.HTTPStatusError) else ""
         said = f"{type(error).__name__}: {error} {detail}".strip()
         if said != self._last_error:

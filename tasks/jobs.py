@@ -46,9 +46,9 @@ async def renewed_lease(platform: Platform, job: dict[str, Any]) -> AsyncIterato
             await renewing
 
 
-async def clear_partition(platform: Platform, partition_id: str) -> None:
-    """Remove a partition; harmless if it is gone."""
-    await asyncio.to_thread(PartitionStore(platform.home.partitions).clear, partition_id)
+async def clear_partition(platform: Platform, partition_id: str) -> bool:
+    """Remove a partition; False if it was gone, which is harmless."""
+    return await asyncio.to_thread(PartitionStore(platform.home.partitions).clear, partition_id)
 
 
 async def clear_leftovers(platform: Platform) -> list[str]:
@@ -64,9 +64,7 @@ async def clear_leftovers(platform: Platform) -> list[str]:
     job_ids = {partition_id: partition_id.split(".", 1)[0] for partition_id in found}
     kept = set(await (await platform.scheduler()).unfinished(sorted(set(job_ids.values())))) if found else set()
     leftovers = [partition_id for partition_id, job_id in job_ids.items() if job_id not in kept]
-    for partition_id in leftovers:
-        await clear_partition(platform, partition_id)
-    return leftovers
+    return [partition_id for partition_id in leftovers if await clear_partition(platform, partition_id)]
 
 
 async def give_up(platform: Platform, job: dict[str, Any], error: BaseException) -> None:

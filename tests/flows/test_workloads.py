@@ -111,11 +111,7 @@ async def counts_agree(here: Running) -> None:
 def test_the_mirror_is_at_most_five_seconds_behind_while_jobs_run(
     platform: PlatformAddresses, home: Home, dataset: str
 ) -> None:
-    """Sampled while a workload runs: every job that the scheduler ended 5 s ago has ended in Prefect too.
-
-    While Prefect itself refuses (503, its sqlite is locked) nobody can write; the 5 s count from its next answer, and
-    the whole may not take longer than 30 s.
-    """
+    """Sampled while a workload runs: every job that the scheduler ended 5 s ago has ended in Prefect too."""
 
     async def main() -> None:
         async with running(platform, home) as here:
@@ -124,9 +120,7 @@ def test_the_mirror_is_at_most_five_seconds_behind_while_jobs_run(
             scheduler, mirror = await here.service(lookup.SCHEDULER), await here.service(lookup.MIRROR)
             samples = 0
             while (await here.api.run(run))["state_type"] not in ("COMPLETED", "FAILED", "CRASHED"):
-                seen = await mirror.status()
-                behind = 5.0 if time.time() - seen["refused_at"] > 10.0 else 30.0
-                old = time.time() - behind
+                old = time.time() - 5.0
                 ended = {
                     job["job_id"]
                     for job in await scheduler.jobs(states=["completed", "failed", "dropped"])
@@ -138,8 +132,7 @@ def test_the_mirror_is_at_most_five_seconds_behind_while_jobs_run(
                     if row["state_type"] in ("COMPLETED", "FAILED", "CANCELLED")
                 }
                 assert ended <= shown
-                seen = await mirror.status()
-                assert seen["lag_s"] <= (5.0 if time.time() - seen["refused_at"] > 10.0 else 30.0)
+                assert (await mirror.status())["lag_s"] <= 5.0
                 samples += 1
                 await asyncio.sleep(0.3)
             assert samples > 3

@@ -32,8 +32,13 @@ class PlainPolicy:
         self.state = Normaliser.from_statistics(config.state)
         self.action = Normaliser.from_statistics(config.action)
 
-    def act(self, observation: dict[str, Any], generator: torch.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Sampled actions in the environment's units, float32 [B, H, A], and what an update would need of them."""
+    def act(
+        self, observation: dict[str, Any], generator: torch.Generator | None
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Actions in the environment's units, float32 [B, H, A], and what an update would need of them.
+
+        Sampled by `generator`; None takes the mean.
+        """
         feature = self.backbone.encode(self.backbone.prepare(observation, self.cameras))
         proprioception = torch.from_numpy(self.state.normalise(observation["proprioception"]))
         decision = self.module.act(feature, proprioception, generator)
@@ -46,7 +51,10 @@ class PlainPolicy:
 
 
 class PlainCollection:
-    """A bare collection loop over one process's environments, with same-step automatic reset."""
+    """A bare collection loop over one process's environments, with same-step automatic reset.
+
+    It ends with what PPO's update needs beside the transitions: the values of the last and of all final observations.
+    """
 
     def __init__(self, config: PolicyConfig, environment: str, num_envs: int) -> None:
         spec = presets.environment(environment)
@@ -65,6 +73,7 @@ class PlainCollection:
         """Collect `steps` steps in each environment from a reset on; environment steps per second."""
         everyone = list(range(self._num_envs))
         kept: list[dict[str, Any]] = []
+        after: list[dict[str, Any]] = []
         begun = time.perf_counter()
         self._environments.reset(everyone, self._seeds(self._num_envs))
         observation = self._observe(everyone)
@@ -74,9 +83,11 @@ class PlainCollection:
             kept.append({**observation, **of_policy, "reward": result.reward, "terminated": result.terminated})
             over = [e for e in everyone if result.terminated[e] or result.truncated[e]]
             if over:
-                kept[-1]["final"] = self._observe(over)
+                cut = [e for e in over if not result.terminated[e]]
+                after += [self._observe(cut)] if cut else []
                 self._environments.reset(over, self._seeds(len(over)))
             observation = self._observe(everyone)
+        self._policy.act(_concatenated([observation, *after]), None)
         return self._num_envs * steps / (time.perf_counter() - begun)
 
     def _seeds(self, count: int) -> list[int]:
@@ -89,6 +100,15 @@ class PlainCollection:
             "proprioception": self._environments.proprioception(rows),
             "instructions": self._instructions[: len(rows)],
         }
+
+
+def _concatenated(observations: list[dict[str, Any]]) -> dict[str, Any]:
+    cameras = observations[0]["images"]
+    return {
+        "images": {name: np.concatenate([o["images"][name] for o in observations]) for name in cameras},
+        "proprioception": np.concatenate([o["proprioception"] for o in observations]),
+        "instructions": [text for o in observations for text in o["instructions"]],
+    }
 
 
 def plain_sft(policy: PlainPolicy, spec: SftSpec, data: dict[str, Any]) -> float:

@@ -101,7 +101,7 @@ async def _both(config: BackendConfig, folder: Path, turns: int) -> tuple[list[f
         actor: Any = await client.submit(TrainingModelService, str(folder), bases, 1, actor=True)
         await actor.open_slot(config.model_dump(mode="json"), str(folder / "tenant"), fresh=True)
         for turn in range(turns + 1):
-            job = {
+            job: dict[str, Any] = {
                 "job_id": f"bench-{turn}",
                 "created_seq": turn,
                 "partition_id": f"bench-{turn}",

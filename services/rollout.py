@@ -6,6 +6,7 @@ loops are the same under any batching and any simulator. Nothing here reads a cl
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -74,18 +75,18 @@ class _Counting:
         self._reward = np.zeros(num_envs)
         self._length = np.zeros(num_envs, int)
 
-    def add(self, env: int, step: dict[str, Any], number: int) -> bool:
-        """Account for environment `env`'s chunk; True if its episode `number` ended in it."""
-        valid = step["valid"][env]
-        self._reward[env] += float(step["reward"][env][valid].sum())
-        self._length[env] += int(valid.sum())
-        if not (step["terminated"][env] | step["truncated"][env]).any():
-            return False
-        self.episodes.success[number] = bool(step["success"][env])
-        self.episodes.total_reward[number] = float(self._reward[env])
-        self.episodes.length[number] = int(self._length[env])
-        self._reward[env], self._length[env] = 0.0, 0
-        return True
+    def add(self, step: dict[str, Any], number: Sequence[int], counted: Sequence[int]) -> list[int]:
+        """Account for the chunks of the environments `counted`; those whose episode, `number[e]`, ended in it."""
+        self._reward += np.where(step["valid"], step["reward"], 0).sum(axis=1, dtype=np.float64)
+        self._length += step["valid"].sum(axis=1)
+        over = (step["terminated"] | step["truncated"]).any(axis=1)
+        ended = [e for e in counted if over[e]]
+        for e in ended:
+            self.episodes.success[number[e]] = bool(step["success"][e])
+            self.episodes.total_reward[number[e]] = float(self._reward[e])
+            self.episodes.length[number[e]] = int(self._length[e])
+            self._reward[e], self._length[e] = 0.0, 0
+        return ended
 
 
 def rows_of(observation: Observation, rows: Sequence[int]) -> Observation:
@@ -139,28 +140,33 @@ async def collect_rollout(
     Raises:
         EnvironmentFault: if the session breaks the contract's shapes.
     """
-    number = list(range(num_envs))  # the episode that each environment is in
+    everyone = range(num_envs)
+    number = list(everyone)  # the episode that each environment is in
     counting = _Counting(num_envs)
     observation = await session.reset([seed_of_episode(n) for n in number])
     columns: dict[str, list[np.ndarray]] = {}
+
+    def keep(name: str, value: np.ndarray) -> None:
+        columns.setdefault(name, []).append(np.array(value))
+
     instructions: list[str] = []
     finals: list[Observation] = []
     final_rows: list[int] = []
     for t in range(steps):
         prediction = await policy(observation)
-        step = await session.batch_step(prediction.environment_action, [seed_of_episode(n + num_envs) for n in number])
-        _check_step(step, prediction.environment_action.shape)
-        row: dict[str, Any] = {f"image.{name}": image for name, image in observation["images"].items()}
-        row |= {
-            "proprioception": observation["proprioception"],
-            "action": prediction.action,
-            "log_prob": prediction.log_prob,
-            "value": prediction.value,
-            **{name: step[name] for name in ("reward", "valid", "terminated", "truncated")},
-        }
-        for name, value in row.items():
-            columns.setdefault(name, []).append(np.array(value))
+        following = [seed_of_episode(n + num_envs) for n in number]
+        stepping = asyncio.ensure_future(session.batch_step(prediction.environment_action, following))
+        await asyncio.sleep(0)  # the request leaves; what is known is kept while the simulator steps
+        for name, image in observation["images"].items():
+            keep(f"image.{name}", image)
+        keep("proprioception", observation["proprioception"])
+        for name in ("action", "log_prob", "value"):
+            keep(name, getattr(prediction, name))
         instructions += observation["instructions"]
+        step = await stepping
+        _check_step(step, prediction.environment_action.shape)
+        for name in ("reward", "valid", "terminated", "truncated"):
+            keep(name, step[name])
         ended_by_truncation = [
             k
             for k, e in enumerate(step["final_rows"])
@@ -169,9 +175,8 @@ async def collect_rollout(
         if ended_by_truncation:
             finals.append(rows_of(step["final_observation"], ended_by_truncation))
             final_rows += [t * num_envs + int(step["final_rows"][k]) for k in ended_by_truncation]
-        for env in range(num_envs):
-            if counting.add(env, step, number[env]):
-                number[env] += num_envs
+        for e in counting.add(step, number, everyone):
+            number[e] += num_envs
         observation = step["observation"]
         progress(t + 1, steps)
     data = {name: np.concatenate(parts) for name, parts in columns.items()}
@@ -208,12 +213,11 @@ async def run_episodes(
         ]
         step = await session.batch_step(actions, following)
         _check_step(step, actions.shape)
-        for env in list(running):
-            if counting.add(env, step, number[env]):
-                number[env] += num_envs
-                if number[env] >= len(seeds):
-                    running.remove(env)
-                progress(len(counting.episodes.success), len(seeds))
+        for e in counting.add(step, number, list(running)):
+            number[e] += num_envs
+            if number[e] >= len(seeds):
+                running.remove(e)
+            progress(len(counting.episodes.success), len(seeds))
         observation = step["observation"]
     return counting.episodes
 

@@ -45,6 +45,8 @@ def free_ports(host: str, count: int) -> list[int]:
 _QUIET_DASK = {
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "200ms",
+    "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "2s",
+    "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__DISK": "False",
 }
 # Setting one of glibc's thresholds fixes the other at its small default, where each larger tensor is mapped anew.
 MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,4 +27,7 @@ def load_base_models(specs: Sequence[BaseModelSpec]) -> dict[str, ResidentBase]:
         backbone = Backbone.from_pretrained(spec, PROJECT_ROOT)
         num_bytes = sum(t.numel() * t.element_size() for t in backbone.model.state_dict().values())
         bases[spec.name] = ResidentBase(spec, backbone, num_bytes)
+    # What is loaded by now stays for good: the garbage collector need not walk through it in the middle of a forward.
+    gc.collect()
+    gc.freeze()
     return bases

@@ -11,12 +11,13 @@ from configs.errors import ServiceUnavailable
 from configs.platform import READY_EVENT
 from services import lookup
 from tasks.connection import Platform, platform_connection
-from tasks.jobs import clear_leftovers
+from tasks.jobs import clear_leftovers, sweep_half_written
 from tasks.services import place_service
 
 _WATCH_EVERY_S = 5.0
 _PRUNE_EVERY_S = 3600.0
 _KEEP_ENDED_JOBS_S = 7 * 24 * 3600.0
+_HALF_WRITTEN_S = 24 * 3600.0
 
 
 @flow(name="platform", flow_run_name="platform {cluster}")
@@ -63,7 +64,11 @@ async def _clear_leftovers(connection: Platform) -> None:
 
 
 async def _prune(connection: Platform) -> None:
-    """Forget descriptors of jobs that ended a week ago; a scheduler that is away is asked again in an hour."""
+    """Forget descriptors of jobs that ended a week ago, and what killed writers left half-written.
+
+    A scheduler that is away is asked again in an hour.
+    """
+    await sweep_half_written(connection, _HALF_WRITTEN_S)
     try:
         forgotten = await (await connection.scheduler()).prune(_KEEP_ENDED_JOBS_S)
     except ServiceUnavailable as error:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
 from configs.errors import JoyNexusError, ServiceUnavailable
-from services.scheduler_records import is_stale
 from tasks.connection import Platform, platform_connection
-from tasks.jobs import DOMAIN, drop_stale, train_job
+from tasks.jobs import DOMAIN, drop_if_stale, train_job
 
 _WAIT_S = 10.0
+_AWAY_S = 1.0  # between two looks for a service that is being restarted
 _ROLE = "actor"
 
 
@@ -29,22 +31,19 @@ async def _consume_one(platform: Platform, holder: str) -> int:
     """Lease and carry out one job; 0 if none became ready in time or a service was away."""
     logger = get_run_logger()
     try:
-        scheduler, training = await platform.scheduler(), await platform.training()
+        scheduler = await platform.scheduler()
         leased = await scheduler.lease_next(
             consumer_role=_ROLE, domains=[DOMAIN], holder=holder, lease_s=platform.cluster.lease_s
         )
         if (job := leased["job"]) is None:
             await scheduler.wait_for_ready(consumer_role=_ROLE, domains=[DOMAIN], timeout_s=_WAIT_S)
             return 0
-        version = (await training.versions()).get(job["tenant_id"], 0)
-        if is_stale(job, version):
-            behavior, bound = job["behavior_policy_version"], job["max_policy_staleness"]
-            await drop_stale(platform, job, f"policy_stale: actor {version} − behaviour {behavior} > {bound}")
-            return 1
-        await train_job(platform, job)
+        if not await drop_if_stale(platform, job):
+            await train_job(platform, job)
     except ServiceUnavailable as error:
         logger.warning("%s", error)
         platform.forget()
+        await asyncio.sleep(_AWAY_S)
         return 0
     except JoyNexusError as error:
         # The job is failed with its reason; the next tenant's turn comes regardless.

@@ -12,7 +12,7 @@ from configs.errors import JoyNexusError
 from configs.requests import EvaluateRequest
 from configs.workload import WorkloadSpec
 from flows.evaluate import evaluate
-from tasks.adapters import register_adapter
+from tasks.adapters import record_evaluation, register_adapter
 from tasks.artifacts import publish_workload_report
 from tasks.connection import Platform, platform_connection
 from tasks.tenants import OpenedTenant, close_workload, kept_policy, open_tenant, write_json
@@ -58,7 +58,7 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
     async with asyncio.TaskGroup() as group:
         evaluating = group.create_task(_evaluate(platform, tenant)) if overlap else None
         producing = group.create_task(produce(platform, tenant, run_id))
-        idle = group.create_task(_until_idle(platform, tenant))
+        idle = group.create_task(_until_idle(platform, tenant, run_id))
         await idle
         producing.cancel()  # it waits for an admission that will not come
         if evaluating is not None:
@@ -66,11 +66,14 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
     counts = idle.result()
     training = await platform.training()
     version = await training.publish(name)
+    await training.save(name, tenant.backend.policy_key)
     after = await _evaluate(platform, tenant) if evaluation else None
     blanked = await _evaluate(platform, tenant, blanked=True) if evaluation and evaluation.blanked else None
     adapter = None
     if tenant.backend.outputs.register_adapter:
-        adapter = await register_adapter(platform, tenant, run_id, after)
+        adapter = await register_adapter(platform, tenant, run_id)
+        if after is not None:
+            adapter["champion"] = await record_evaluation(platform, adapter, after)
     return {
         "tenant": name,
         "task": tenant.backend.task,
@@ -92,8 +95,11 @@ class _Nothing:
     name = None
 
 
-async def _until_idle(platform: Platform, tenant: OpenedTenant) -> dict[str, int]:
+async def _until_idle(platform: Platform, tenant: OpenedTenant, run_id: str) -> dict[str, int]:
     """Counts by outcome once the completion target is met and nothing is in flight.
+
+    At the evaluation's cadence the parameters of that moment become a version, which is evaluated while training goes
+    on: the result is that version's, whatever is current by then.
 
     Raises:
         JoyNexusError: if the policy was closed, or more jobs failed or were dropped than the target asks for; it will
@@ -111,8 +117,9 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant) -> dict[str, int
             return counts
         if every is not None and counts["completed"] // every > evaluated:
             evaluated = counts["completed"] // every
-            await (await platform.training()).publish(tenant.name)
-            await _evaluate(platform, tenant)
+            registered = await register_adapter(platform, tenant, f"{run_id}-{evaluated}")
+            reference = f"models:/{registered['name']}/{registered['version']}"
+            await record_evaluation(platform, registered, await _evaluate(platform, tenant, target=reference))
         lost = counts.get("failed", 0) + counts.get("dropped", 0)
         if lost > max(3, target):
             jobs = await scheduler.jobs(policy_key=key, states=["failed", "dropped"], limit=1)
@@ -121,12 +128,14 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant) -> dict[str, int
             )
 
 
-async def _evaluate(platform: Platform, tenant: OpenedTenant, *, blanked: bool = False) -> dict[str, Any]:
+async def _evaluate(
+    platform: Platform, tenant: OpenedTenant, *, blanked: bool = False, target: str | None = None
+) -> dict[str, Any]:
     evaluation = tenant.backend.evaluation
     assert evaluation is not None
     results = await evaluate(
         EvaluateRequest(
-            targets=(tenant.name,),
+            targets=(target or tenant.name,),
             environment=evaluation.environment,
             episodes=evaluation.episodes,
             first_seed=evaluation.first_seed,

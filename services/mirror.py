@@ -114,6 +114,9 @@ class PrefectMirror:
                 self._state.touch(entry.job["job_id"], entry.job["timestamp"])
                 await asyncio.sleep(_RETRY_S)
                 continue
+            except BaseException:
+                self._state.touch(entry.job["job_id"], entry.job["timestamp"])  # for the loop that comes after this one
+                raise
             self._writes += 1
             self._state.written(entry, state)
             await asyncio.sleep(max(0.0, 1 / _MAX_WRITES_PER_S - (time.monotonic() - begun)))

@@ -321,7 +321,11 @@ class SchedulerState(JobTable):
                     "actor_version": event.actor_version,
                     "staleness": staleness(vars(job), event.actor_version),
                 }
-                self._move(job, DROPPED, "drop", token=event.lease_token, reason="policy_stale", metadata=metadata)
+                reason = (
+                    f"policy_stale: actor {event.actor_version} − behaviour {job.behavior_policy_version} > "
+                    f"{job.max_policy_staleness}"
+                )
+                self._move(job, DROPPED, "drop", token=event.lease_token, reason=reason, metadata=metadata)
         return {"stale": job.state == DROPPED, "job": job.describe()}
 
     def _prune(self, event: Prune) -> int:

@@ -150,13 +150,14 @@ class TrainingModelService:
             slot = self._slot(tenant)
             _, data = await self._run(self._files, self._read, job, "train", training_fields(backend))
             trained, result = await self._run(self._compute, self._train, slot, backend, data)
-            if self._checkpoint_due(job, backend):
+            trained_jobs = self._jobs_trained.get(backend.policy_key, 0) + 1
+            if trained_jobs % backend.outputs.checkpoint_every_jobs == 0:
                 folder = self._folders[job["policy_key"]]
                 manifest = self._manifest(job["job_id"], backend, trained)
                 result["checkpoint"] = await self._run(self._files, trained.save, folder, backend.policy_key, manifest)
             self._slots[tenant] = trained
             self._last_job[backend.policy_key] = job["job_id"]
-            self._jobs_trained[backend.policy_key] = trained_jobs = self._jobs_trained.get(backend.policy_key, 0) + 1
+            self._jobs_trained[backend.policy_key] = trained_jobs
             every = backend.outputs.register_every_jobs
             result["register"] = every is not None and trained_jobs % every == 0
             self._done[job["job_id"]] = result
@@ -326,9 +327,6 @@ class TrainingModelService:
         except KeyError:
             known = ", ".join(sorted(self._configs)) or "none is open"
             raise UnknownObject(refusal("policy_key", policy_key, known, "open the tenant first")) from None
-
-    def _checkpoint_due(self, job: dict[str, Any], backend: BackendConfig) -> bool:
-        return int(job["created_seq"]) % backend.outputs.checkpoint_every_jobs == 0
 
     def _manifest(self, job_id: str | None, backend: BackendConfig, slot: PolicySlot) -> dict[str, Any]:
         return {

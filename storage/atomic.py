@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,9 +76,14 @@ def remove_folder(folder: Path) -> bool:
     return True
 
 
-def sweep(parent: Path) -> int:
-    """Remove what killed writers left under `parent`; returns how many. Call it only while nobody writes there."""
-    left = list((parent / WRITING).glob("*")) if (parent / WRITING).is_dir() else []
+def sweep(parent: Path, older_than_s: float = 0.0) -> int:
+    """Remove what killed writers left under `parent`; returns how many.
+
+    A writer that is at work is not told from a dead one but by the time since its folder was last added to.
+    """
+    before = time.time() - older_than_s
+    entries = list((parent / WRITING).glob("*")) if (parent / WRITING).is_dir() else []
+    left = [folder for folder in entries if folder.stat().st_mtime <= before]
     for folder in left:
         shutil.rmtree(folder, ignore_errors=True)
     return len(left)

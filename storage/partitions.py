@@ -280,9 +280,9 @@ class PartitionStore:
             return []
         return sorted(p.name for p in self._root.iterdir() if p.is_dir() and not p.name.startswith("."))
 
-    def sweep(self) -> int:
-        """Remove what killed writers left behind; only while no writer is active. Returns how many."""
-        return sweep(self._root)
+    def sweep(self, older_than_s: float = 0.0) -> int:
+        """Remove what killed writers left behind so long ago (0: only while no writer is active); returns how many."""
+        return sweep(self._root, older_than_s)
 
     def _folder_of(self, attributes: PartitionAttributes, meta: SampleMetadata, name: str) -> Path:
         """The group that holds the array `name`."""

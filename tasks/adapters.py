@@ -14,22 +14,30 @@ SUCCESS = "success_rate"
 
 
 @task(task_run_name="register {tenant.backend.policy_key}", cache_policy=NO_CACHE)
-async def register_adapter(
-    platform: Platform, tenant: OpenedTenant, job_tag: str, evaluation: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Register the tenant's current parameters; the best evaluated version becomes `champion`.
+async def register_adapter(platform: Platform, tenant: OpenedTenant, job_tag: str) -> dict[str, Any]:
+    """Register the tenant's current parameters.
 
     Args:
         platform: the connection.
         tenant: whose adapter.
         job_tag: names the registration, so that repeating it finds the version it made.
-        evaluation: result of an evaluation; it counts only if it was of exactly this policy version.
+
+    Returns:
+        {"name", "version", "policy_version"}.
     """
-    training, metrics = await platform.training(), await platform.metrics()
-    await training.save(tenant.name, tenant.backend.policy_key)
+    training = await platform.training()
     registered: dict[str, Any] = await training.register_adapter(tenant.name, tenant.backend.policy_key, job_tag)
-    if evaluation is not None and evaluation["policy_version"] == registered["policy_version"]:
-        name, version = registered["name"], registered["version"]
-        champion = await metrics.champion_if_best(name, version, SUCCESS, float(evaluation["success_rate"]))
-        registered["champion"] = champion == version
     return registered
+
+
+async def record_evaluation(platform: Platform, registered: dict[str, Any], evaluation: dict[str, Any]) -> bool:
+    """Tag a registered version with its evaluation; the best one of its name becomes `champion`: whether this is it.
+
+    An evaluation of another policy version says nothing about this one and is not recorded.
+    """
+    if evaluation["policy_version"] != registered["policy_version"]:
+        return False
+    metrics = await platform.metrics()
+    version = registered["version"]
+    champion = await metrics.champion_if_best(registered["name"], version, SUCCESS, float(evaluation["success_rate"]))
+    return bool(champion == version)

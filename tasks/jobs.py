@@ -13,7 +13,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.algorithm import PpoSpec, SftSpec
-from configs.errors import JoyNexusError, LeaseLost
+from configs.errors import JoyNexusError, LeaseLost, ServiceUnavailable
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
 from storage.sample_order import sample_indices
@@ -22,6 +22,7 @@ from tasks.tenants import OpenedTenant
 
 logger = logging.getLogger(__name__)
 DOMAIN = "vla"
+_REASON = 2000  # characters of a reason that a descriptor keeps
 
 
 @asynccontextmanager
@@ -30,12 +31,19 @@ async def renewed_lease(platform: Platform, job: dict[str, Any]) -> AsyncIterato
 
     A lost lease is found by the next verb that carries its token; the block's result is then discarded there.
     """
-    scheduler, lease_s = await platform.scheduler(), platform.cluster.lease_s
+    lease_s = platform.cluster.lease_s
 
     async def renew() -> None:
+        scheduler = await platform.scheduler()
         while True:
             await asyncio.sleep(lease_s / 5)
-            await scheduler.renew(job["job_id"], job["lease_token"], lease_s)
+            try:
+                await scheduler.renew(job["job_id"], job["lease_token"], lease_s)
+            except ServiceUnavailable as error:  # the next one may still be in time
+                logger.warning("%s", error)
+                platform.forget()
+                with contextlib.suppress(ServiceUnavailable):
+                    scheduler = await platform.scheduler()
 
     renewing = asyncio.create_task(renew())
     try:
@@ -67,24 +75,57 @@ async def clear_leftovers(platform: Platform) -> list[str]:
     return [partition_id for partition_id in leftovers if await clear_partition(platform, partition_id)]
 
 
-async def give_up(platform: Platform, job: dict[str, Any], error: BaseException) -> None:
-    """A stage failed: clear the partition, keep the descriptor as failed with the reason."""
+async def sweep_half_written(platform: Platform, older_than_s: float) -> int:
+    """Remove partitions that killed writers left unfinished so long ago; returns how many."""
+    return await asyncio.to_thread(PartitionStore(platform.home.partitions).sweep, older_than_s)
+
+
+@asynccontextmanager
+async def carried_out(platform: Platform, job: dict[str, Any]) -> AsyncIterator[None]:
+    """Whatever the block raises ends this job alone: it becomes failed with the reason, and its partition is cleared.
+
+    A leased job whose service was lost is given back instead: the fault is not the job's.
+
+    Raises:
+        JoyNexusError: the block's error, one of ours; a fault of another kind is wrapped, its traceback in the log.
+    """
+    try:
+        yield
+    except ServiceUnavailable as error:
+        if job.get("lease_token") is None:
+            await _fail(platform, job, error)
+        else:
+            platform.forget()
+            with contextlib.suppress(JoyNexusError):  # else its lease runs out
+                scheduler = await platform.scheduler()
+                await scheduler.release(job["job_id"], job["lease_token"], str(error)[:_REASON])
+        raise
+    except JoyNexusError as error:
+        await _fail(platform, job, error)
+        raise
+    except Exception as error:
+        # A boundary between tenants: one's fault, of whatever kind, must not end the flow that serves all of them.
+        logger.exception("%s of %s", job["job_id"], job["policy_key"])
+        await _fail(platform, job, error)
+        raise JoyNexusError(
+            f"{job['job_id']} of {job['policy_key']}: {type(error).__name__}: {error}; see the log for its traceback"
+        ) from error
+
+
+async def _fail(platform: Platform, job: dict[str, Any], error: BaseException) -> None:
+    """Clear the partition, keep the descriptor as failed with the reason."""
     await clear_partition(platform, job["partition_id"])
     scheduler = await platform.scheduler()
-    reason = f"{type(error).__name__}: {error}"[:2000]
     with contextlib.suppress(LeaseLost):
-        await scheduler.fail(job["job_id"], reason, job.get("lease_token"))
+        await scheduler.fail(job["job_id"], f"{type(error).__name__}: {error}"[:_REASON], job.get("lease_token"))
 
 
 @task(task_run_name="rollout {job[job_id]}", cache_policy=NO_CACHE)
 async def rollout(platform: Platform, tenant: OpenedTenant, job: dict[str, Any]) -> dict[str, Any]:
     """Have the inference service collect the reserved job's partition; the job's next stage then waits for a worker."""
-    inference, scheduler = await platform.inference(), await platform.scheduler()
-    try:
+    async with carried_out(platform, job):
+        inference, scheduler = await platform.inference(), await platform.scheduler()
         summary: dict[str, Any] = await inference.rollout(tenant.config, job)
-    except JoyNexusError as error:
-        await give_up(platform, job, error)
-        raise
     algorithm = tenant.backend.algorithm
     assert isinstance(algorithm, PpoSpec)
     state = "needs_actor_forward" if algorithm.actor_forward else "needs_advantages"
@@ -102,12 +143,9 @@ async def build_sft_batch(
     platform: Platform, tenant: OpenedTenant, dataset: LeRobotDataset, job: dict[str, Any]
 ) -> None:
     """Write the demonstration partition of a reserved job and mark it ready."""
-    scheduler = await platform.scheduler()
-    try:
+    async with carried_out(platform, job):
         await asyncio.to_thread(_put_demonstrations, platform, tenant, dataset, job)
-    except JoyNexusError as error:
-        await give_up(platform, job, error)
-        raise
+    scheduler = await platform.scheduler()
     await scheduler.mark(job["job_id"], "ready")
 
 
@@ -149,42 +187,48 @@ async def compute_advantages(platform: Platform, job: dict[str, Any]) -> None:
 
 
 async def _stage(platform: Platform, job: dict[str, Any], verb: str, next_state: str) -> None:
-    training, scheduler = await platform.training(), await platform.scheduler()
-    try:
-        async with renewed_lease(platform, job):
-            await getattr(training, verb)(job)
-    except JoyNexusError as error:
-        await give_up(platform, job, error)
-        raise
+    async with carried_out(platform, job), renewed_lease(platform, job):
+        training = await platform.training()
+        await getattr(training, verb)(job)
+    scheduler = await platform.scheduler()
     await scheduler.mark(job["job_id"], next_state, job["lease_token"])
 
 
 @task(task_run_name="train {job[job_id]}", cache_policy=NO_CACHE)
 async def train_job(platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
     """Have the training service consume the leased job; RL parameters are published before the job completes."""
-    training, scheduler = await platform.training(), await platform.scheduler()
-    try:
-        async with renewed_lease(platform, job):
-            result: dict[str, Any] = await training.train_job(job)
-            if job["task_type"] == "rl":
-                await training.publish(job["tenant_id"])
-    except JoyNexusError as error:
-        await give_up(platform, job, error)
-        raise
+    async with carried_out(platform, job), renewed_lease(platform, job):
+        training = await platform.training()
+        result: dict[str, Any] = await training.train_job(job)
+        if job["task_type"] == "rl":
+            await training.publish(job["tenant_id"])
+    # Before the job completes: with the last one the workload ends, and its run takes no more points.
+    await _log_update(platform, job, result)
     await clear_partition(platform, job["partition_id"])
     metadata = {k: result[k] for k in ("version", "optimizer_steps", "metrics", "seconds")}
+    scheduler = await platform.scheduler()
     await scheduler.complete(job["job_id"], job["lease_token"], metadata)
-    metrics = await platform.metrics()
-    curves = {f"train/{k}": float(v) for k, v in result["metrics"].items()}
-    curves["train/policy_version"] = float(result["version"])
-    await metrics.log(job["metadata"]["mlflow_run"], curves, step=int(result["version"]))
     if result["register"]:
         await training.register_adapter(job["tenant_id"], job["policy_key"], job["job_id"])
     return result
 
 
-async def drop_stale(platform: Platform, job: dict[str, Any], reason: str) -> None:
-    """Clear a stale job's partition, then drop it."""
-    await clear_partition(platform, job["partition_id"])
-    scheduler = await platform.scheduler()
-    await scheduler.drop(job["job_id"], reason, job["lease_token"])
+async def _log_update(platform: Platform, job: dict[str, Any], result: dict[str, Any]) -> None:
+    """The update's learning curves; the job is trained whether or not they can be written."""
+    curves = {f"train/{k}": float(v) for k, v in result["metrics"].items()}
+    curves["train/policy_version"] = float(result["version"])
+    try:
+        metrics = await platform.metrics()
+        await metrics.log(job["metadata"]["mlflow_run"], curves, step=int(result["version"]))
+    except JoyNexusError as error:  # the workload was closed meanwhile, or the service is being restarted
+        logger.warning("%s: its learning curves were not written: %s", job["job_id"], error)
+
+
+async def drop_if_stale(platform: Platform, job: dict[str, Any]) -> bool:
+    """Drop the leased job and clear its partition if it lies further behind the actor than its bound allows."""
+    training, scheduler = await platform.training(), await platform.scheduler()
+    version = (await training.versions()).get(job["tenant_id"], 0)
+    stale = bool((await scheduler.drop_if_stale(job["job_id"], job["lease_token"], version))["stale"])
+    if stale:
+        await clear_partition(platform, job["partition_id"])
+    return stale

@@ -18,9 +18,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.backend import BackendConfig
-from configs.errors import JoyNexusError, ServiceUnavailable, UnknownObject, refusal
+from configs.errors import Conflict, JoyNexusError, ServiceUnavailable, UnknownObject, refusal
 from configs.workload import WorkloadSpec
 from services.admission import admit
+from services.lookup import Service
 from storage.partitions import PartitionStore
 from tasks.connection import Platform
 
@@ -66,6 +67,7 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
     # First of all: it refuses a second workload of this policy before the first one's slots are touched.
     await scheduler.register_policy(backend.scheduler_policy(), holder=run_id, lease_s=platform.cluster.lease_s)
     try:
+        await _refuse_fresh_beside_another(scheduler, workload, backend.policy_key)
         folder = platform.home.tenant(workload.tenant.name) / "workloads" / run_id
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "workload.yaml").write_text(yaml.safe_dump(workload.model_dump(mode="json"), sort_keys=False))
@@ -89,6 +91,24 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
         await scheduler.close_policy(backend.policy_key, "the workload could not be opened")
         raise
     return OpenedTenant(backend, folder, run)
+
+
+async def _refuse_fresh_beside_another(scheduler: Service, workload: WorkloadSpec, policy_key: str) -> None:
+    """SFT and RL of a tenant share its slot: one must not replace it while the other trains.
+
+    Raises:
+        Conflict: if `start` is fresh and another policy of the tenant is active.
+    """
+    policies = (await scheduler.snapshot())["policies"]
+    others = [
+        key
+        for key, policy in policies.items()
+        if policy["tenant_id"] == workload.tenant.name and key != policy_key and policy["closed"] is None
+    ]
+    if workload.start == "fresh" and others:
+        raise Conflict(
+            refusal("start", "fresh", f"continue, while {others[0]} trains the same slot", "continue or wait")
+        )
 
 
 @asynccontextmanager

@@ -600,7 +600,8 @@ def test_staleness_is_actor_minus_behaviour_over_the_bound(
         reply = bench.do(DropIfStale(bench.now, job_id, token, actor))
         assert reply["stale"] is stale
     job = bench.state.jobs[job_id]
-    assert (job.state, job.reason) == (("dropped", "policy_stale") if stale else ("leased", None))
+    reason = f"policy_stale: actor {actor} − behaviour 0 > {bound}"
+    assert (job.state, job.reason) == (("dropped", reason) if stale else ("leased", None))
     assert job.metadata.get("staleness") == (actor if stale else None)
 
 

@@ -44,6 +44,12 @@ def _run(arguments: argparse.Namespace, home: Home) -> int:
     return run_workloads(arguments.specs, home, arguments.cluster)
 
 
+def _pretrain(arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus.following import run_pretraining
+
+    return run_pretraining(arguments.request, home)
+
+
 def _jobs(arguments: argparse.Namespace, home: Home) -> int:
     from joynexus import tables
 
@@ -79,7 +85,8 @@ def _compile(arguments: argparse.Namespace, home: Home) -> int:
 def _demo(arguments: argparse.Namespace, home: Home) -> int:
     from joynexus.demo import run_demo
 
-    return run_demo(home, keep=arguments.keep, without_renderer=arguments.without_renderer)
+    named = home if arguments.home else None  # $JOYNEXUS_HOME is where one works; a demo goes there only if told to
+    return run_demo(named, keep=arguments.keep, without_renderer=arguments.without_renderer)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,6 +111,10 @@ def parser() -> argparse.ArgumentParser:
     run = verb("run", _run, "Run workloads and follow them to their end.")
     run.add_argument("specs", nargs="+", type=Path, metavar="SPEC.yaml", help="workload; several run together")
     cluster(run)
+    pretrain = verb("pretrain", _pretrain, "Pretrain a small base model on the running platform and follow it.")
+    pretrain.add_argument(
+        "request", nargs="?", type=Path, metavar="REQUEST.yaml", help="name, seed, steps, scenes; each has a default"
+    )
     jobs = verb("jobs", _jobs, "List training jobs.")
     jobs.add_argument("--tenant", help="only this tenant's")
     jobs.add_argument("--story", metavar="JOB", help="tell all that happened to one job")
@@ -114,7 +125,12 @@ def parser() -> argparse.ArgumentParser:
     compile_ = verb("compile", _compile, "Show the backend configuration that a workload becomes; start nothing.")
     compile_.add_argument("spec", type=Path, metavar="SPEC.yaml")
     cluster(compile_)
-    demo = verb("demo", _demo, "Four tenants train together on one base model and are evaluated.")
+    demo = verb(
+        "demo",
+        _demo,
+        "Four tenants train together on one base model and are evaluated; in a fresh installation under runs/demo, or "
+        "in the one that --home names.",
+    )
     demo.add_argument("--keep", action="store_true", help="leave the Prefect, MLflow and Dask pages up")
     demo.add_argument(
         "--without-renderer", action="store_true", help="Reach-v0 in place of the tenants that need a Vulkan device"

@@ -2,7 +2,8 @@
 
 Collects demonstrations, runs the four workloads together, evaluates them on held-out seeds, and writes a table,
 `report.json` and `timeline.png`. Nothing here is special to the demo but its choice of workloads: they go through the
-same deployments that a person starts from Prefect's page.
+same deployments that a person starts from Prefect's page. At its end it checks that what it reports is what it is to
+show: updates of enough samples and with gradients, each rollout under the version that the update before it made.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import shutil
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,12 @@ from rich.live import Live
 from rich.table import Table
 
 from configs import presets
-from configs.errors import JoyNexusError, SpecError
+from configs.errors import JoyNexusError, SpecError, refusal
 from configs.home import PROJECT_ROOT, Home
 from configs.platform import PlatformAddresses
 from configs.requests import CollectRequest
 from configs.workload import WorkloadSpec
-from joynexus import processes, tables
+from joynexus import following, processes, tables
 from joynexus.prefect_api import TERMINAL_STATES, PrefectApi
 from joynexus.timeline import draw_timeline
 from services import lookup
@@ -33,12 +35,21 @@ from services.busy import busy_seconds
 from storage.partitions import PartitionStore
 
 FOLDER = PROJECT_ROOT / "runs" / "demo"
+REPORT = "report.json"
+TIMELINE = "timeline.png"
 WORKLOADS = ("push", "pick", "reach", "demos")
+LEAST_UPDATES = 6
+LEAST_VALID_TRANSITIONS = 128
 _POLL_S = 1.0
+
+Intervals = Mapping[str, list[list[Any]]]
+"""{service: [[start, end, {tenant: rows}, kind], …]} in epoch seconds."""
+Seconds = Mapping[str, Mapping[str, float]]
+"""{service: {tenant: compute seconds}}."""
 
 
 @dataclass
-class _Tenant:
+class DemoTenant:
     """A workload on its way: what was declared, its flow run, and what was last seen of it."""
 
     workload: WorkloadSpec
@@ -51,21 +62,32 @@ class _Tenant:
         return self.workload.tenant.name
 
     @property
+    def first_line(self) -> str:
+        """Of the message of its flow run's state."""
+        return self.message.partition("\n")[0]
+
+    @property
     def environment(self) -> str:
         evaluation = self.workload.evaluation
         return self.workload.environment or (evaluation.environment if evaluation else "—")
 
 
 def run_demo(home: Home | None, *, keep: bool, without_renderer: bool) -> int:
-    """Run the demo in a home of its own under runs/demo; returns the exit code.
+    """Run the demo; its report and picture come to runs/demo, wherever the installation lies.
 
     Args:
-        home: the home that the user named, or None for a fresh one.
+        home: the installation to run in. Nothing in it is removed, a platform that is up there is used and stays up,
+            and demonstrations that it has are not collected again. None: a fresh one under runs/demo.
         keep: leave the platform and its pages up.
         without_renderer: Reach-v0 in place of the ManiSkill environments.
 
+    Returns:
+        0, or 1 if the report is not what the demo is to show; each fault is then printed in a line.
+
     Raises:
         SpecError: if there is no renderer and `without_renderer` was not asked for.
+        Conflict: if the installation's platform has another cluster preset, or one of the tenants is at work there.
+        JoyNexusError: if a workload did not complete.
     """
     console = tables.console()
     if not without_renderer:
@@ -74,28 +96,38 @@ def run_demo(home: Home | None, *, keep: bool, without_renderer: bool) -> int:
         if (missing := renderer.check()) is not None:
             raise SpecError(f"renderer: {missing}; or run `joynexus demo --without-renderer`")
     begun = time.time()
-    home = Home(FOLDER / "home")
-    processes.down(home)
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
+    if home is None:
+        home = Home(FOLDER / "home")
+        processes.down(home)
+        shutil.rmtree(home.root, ignore_errors=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in (REPORT, TIMELINE):  # those of an earlier demo say nothing about this one
+        (FOLDER / name).unlink(missing_ok=True)
+    was_up = processes.is_up(home)
+    workloads = demo_workloads(without_renderer)
     try:
         addresses = processes.ensure_up(home, "laptop", lambda line: console.print(f"  {line}", highlight=False))
-        report = asyncio.run(_run(home, addresses, console, without_renderer, begun))
+        report = asyncio.run(_run(home, addresses, workloads, console, begun))
     except BaseException:
-        processes.down(home)
+        if not was_up:
+            processes.down(home)
         raise
-    _print_report(console, report, without_renderer)
+    print_report(console, report, without_renderer)
+    faults = report_faults(report, workloads)
+    for fault in faults:
+        console.print(f"  {fault}", highlight=False, markup=False, soft_wrap=True)
     if keep:
         processes.open_mlflow_page(home)
         tables.print_pages(home)
-        console.print("The platform stays up; end it with `joynexus --home runs/demo/home down`.")
+    if keep or was_up:
+        console.print(f"The platform stays up; end it with `joynexus --home {home.root} down`.", soft_wrap=True)
     else:
         processes.down(home)
-    return 0 if all(t["jobs"]["completed"] for t in report["tenants"].values()) else 1
+    return 1 if faults else 0
 
 
 def demo_workloads(without_renderer: bool) -> list[WorkloadSpec]:
-    """The four workloads; without a renderer the ManiSkill ones take Reach-v0 and its widths."""
+    """The four workloads; without a renderer the ManiSkill ones take Reach-v0, its widths and its demonstrations."""
     workloads = [presets.workload(name) for name in WORKLOADS]
     if not without_renderer:
         return workloads
@@ -112,44 +144,44 @@ def demo_workloads(without_renderer: bool) -> list[WorkloadSpec]:
             update["evaluation"] = workload.evaluation.model_copy(update={"environment": "reach"})
         if workload.environment is not None:
             update["environment"] = "reach"
+        if workload.data is not None:
+            update["data"] = workload.data.model_copy(update={"dataset": "reach-demonstrations"})
         changed.append(workload.model_copy(update=update))
     return changed
 
 
 async def _run(
-    home: Home, addresses: PlatformAddresses, console: Console, without_renderer: bool, begun: float
+    home: Home, addresses: PlatformAddresses, workloads: Sequence[WorkloadSpec], console: Console, begun: float
 ) -> dict[str, Any]:
-    tenants = [_Tenant(workload) for workload in demo_workloads(without_renderer)]
+    tenants = [DemoTenant(workload) for workload in workloads]
     async with PrefectApi(addresses.prefect_api_url) as api, await lookup.connect(addresses.dask_scheduler) as client:
-        await _collect(api, tenants, console, without_renderer)
-        started = time.time()
-        for tenant in tenants:
-            parameters = {"workload": tenant.workload.model_dump(mode="json")}
-            tenant.flow_run_id = await api.start(tenant.workload.task, parameters, name=tenant.workload.policy_key)
+        await _collect(home, api, tenants, console)
+        started, before = time.time(), await _compute_seconds(client)
+        for tenant, flow_run_id in zip(tenants, await following.start(workloads, api), strict=True):
+            tenant.flow_run_id = flow_run_id
         await _follow(tenants, api, client, console, started)
         failed = [t for t in tenants if t.state != "COMPLETED"]
         if failed:
-            lines = "; ".join(f"{t.name} {t.state.lower()} ({t.message.splitlines()[0][:300]})" for t in failed)
+            lines = "; ".join(f"{t.name} {t.state.lower()} ({t.first_line[:300]})" for t in failed)
             raise JoyNexusError(f"demo: {lines}; see the flow runs' logs under {home.logs}")
-        return await _report(home, tenants, api, client, begun, started)
+        return await _report(home, tenants, api, client, before, begun, started)
 
 
-async def _collect(api: PrefectApi, tenants: list[_Tenant], console: Console, without_renderer: bool) -> None:
+async def _collect(home: Home, api: PrefectApi, tenants: Sequence[DemoTenant], console: Console) -> None:
     for tenant in tenants:
         if tenant.workload.data is None:
             continue
-        request = CollectRequest(
-            dataset=tenant.workload.data.dataset, environment="reach" if without_renderer else "pushcube"
-        )
-        begun = time.time()
+        request = CollectRequest(dataset=tenant.workload.data.dataset, environment=tenant.environment)
+        if (home.datasets / request.dataset).exists():
+            # Only in an installation that the user named: what lies there may be theirs.
+            console.print(f"  {request.dataset} is there and used as it is", highlight=False)
+            continue
+        begun, what = time.time(), f"collecting {request.episodes} demonstrations in {request.environment}"
         run_id = await api.start("collect", {"request": request.model_dump(mode="json")}, name=request.dataset)
-        console.print(f"  collecting {request.episodes} demonstrations in {request.environment} …", highlight=False)
-        with console.status(f"collecting {request.episodes} demonstrations in {request.environment} …") as status:
+        console.print(f"  {what} …", highlight=False)
+        with console.status(f"{what} …") as status:
             while (run := await api.run(run_id))["state_type"] not in TERMINAL_STATES:
-                status.update(
-                    f"collecting {request.episodes} demonstrations in {request.environment} "
-                    f"({time.time() - begun:.0f} s)"
-                )
+                status.update(f"{what} ({time.time() - begun:.0f} s)")
                 await asyncio.sleep(_POLL_S)
         if run["state_type"] != "COMPLETED":
             message = (run.get("state") or {}).get("message") or run["state_type"]
@@ -160,7 +192,17 @@ async def _collect(api: PrefectApi, tenants: list[_Tenant], console: Console, wi
         )
 
 
-async def _follow(tenants: list[_Tenant], api: PrefectApi, client: Any, console: Console, started: float) -> None:
+async def _compute_seconds(client: Any) -> Seconds:
+    """Compute seconds of each tenant since the services started."""
+    training = await lookup.service(lookup.TRAINING, client, timeout_s=60)
+    inference = await lookup.service(lookup.INFERENCE, client, timeout_s=60)
+    return {
+        "training": (await training.status())["busy_seconds"],
+        "inference": (await inference.status())["busy_seconds"],
+    }
+
+
+async def _follow(tenants: list[DemoTenant], api: PrefectApi, client: Any, console: Console, started: float) -> None:
     with Live(console=console, refresh_per_second=2) as live:
         last = 0.0
         while True:
@@ -192,7 +234,7 @@ async def _seen(client: Any) -> tuple[dict[str, dict[str, int]], dict[str, str]]
 
 
 def _progress_table(
-    tenants: list[_Tenant], counts: dict[str, dict[str, int]], active: dict[str, str], seconds: float
+    tenants: list[DemoTenant], counts: dict[str, dict[str, int]], active: dict[str, str], seconds: float
 ) -> Table:
     table = Table(title=f"four tenants on one base model, {seconds:.0f} s")
     for column in ("tenant", "task", "environment", "jobs", "flow run", "environments at"):
@@ -213,7 +255,7 @@ def _progress_table(
 
 
 def _progress_line(
-    tenants: list[_Tenant], counts: dict[str, dict[str, int]], active: dict[str, str], seconds: float
+    tenants: list[DemoTenant], counts: dict[str, dict[str, int]], active: dict[str, str], seconds: float
 ) -> str:
     parts = []
     for tenant in tenants:
@@ -224,48 +266,130 @@ def _progress_line(
 
 
 async def _report(
-    home: Home, tenants: list[_Tenant], api: PrefectApi, client: Any, begun: float, started: float
+    home: Home,
+    tenants: Sequence[DemoTenant],
+    api: PrefectApi,
+    client: Any,
+    before: Seconds,
+    begun: float,
+    started: float,
 ) -> dict[str, Any]:
     ended = time.time()
+    scheduler = await lookup.service(lookup.SCHEDULER, client, timeout_s=60)
     training = await lookup.service(lookup.TRAINING, client, timeout_s=60)
     inference = await lookup.service(lookup.INFERENCE, client, timeout_s=60)
     mirror = await lookup.service(lookup.MIRROR, client, timeout_s=120)
     intervals = {"training": await training.busy(started), "inference": await inference.busy(started)}
     seconds = {
-        "training": (await training.status())["busy_seconds"],
-        "inference": (await inference.status())["busy_seconds"],
+        service: {name: spent - before[service].get(name, 0.0) for name, spent in found.items()}
+        for service, found in (await _compute_seconds(client)).items()
     }
+    jobs = [job for t in tenants for job in await scheduler.jobs(policy_key=t.workload.policy_key)]
     await mirror.caught_up(timeout_s=60)
-    await asyncio.to_thread(draw_timeline, FOLDER / "timeline.png", intervals, started, ended)
+    await asyncio.to_thread(draw_timeline, FOLDER / TIMELINE, intervals, started, ended)
     report = {
         "wall_seconds": round(ended - begun, 1),
-        "tenants": {t.name: _tenant_report(home, t, seconds["training"], seconds["inference"]) for t in tenants},
+        "tenants": {t.name: tenant_report(home, t, seconds, jobs) for t in tenants},
+        **installation_report(home, await job_run_counts(api), intervals, started, ended),
+    }
+    (FOLDER / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def installation_report(
+    home: Home, flow_runs: Mapping[str, int], intervals: Intervals, started: float, ended: float
+) -> dict[str, Any]:
+    """What `report.json` says of the whole installation: partitions, flow runs of jobs, use of the services."""
+    return {
         "partitions_left": len(PartitionStore(home.partitions).list()),
-        "flow_runs": await job_run_counts(api),
+        "flow_runs": dict(flow_runs),
         "utilisation": {
             name: round(busy_seconds(found, started, ended) / (ended - started), 3) for name, found in intervals.items()
         },
     }
-    (FOLDER / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return report
 
 
-def _tenant_report(
-    home: Home, tenant: _Tenant, training: dict[str, float], inference: dict[str, float]
+def tenant_report(
+    home: Home, tenant: DemoTenant, seconds: Seconds, jobs: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
+    """What `report.json` says of a tenant: the report in its workload's folder, compute seconds, RL's updates."""
     path: Path = home.tenant(tenant.name) / "workloads" / tenant.flow_run_id / "report.json"
     found = json.loads(path.read_text(encoding="utf-8"))
     fields = ("task", "environment", "jobs", "policy_version", "success_before", "success_after")
     report = {name: found[name] for name in fields}
     if found["success_blanked"] is not None:
         report["success_blanked"] = found["success_blanked"]
-    return {
-        **report,
+    report |= {
         "episodes": found["episodes"],
         "adapter": found["adapter"] and {k: found["adapter"][k] for k in ("name", "version")},
-        "train_seconds": round(training.get(tenant.name, 0.0), 2),
-        "inference_seconds": round(inference.get(tenant.name, 0.0), 2),
+        "train_seconds": round(seconds["training"].get(tenant.name, 0.0), 2),
+        "inference_seconds": round(seconds["inference"].get(tenant.name, 0.0), 2),
     }
+    if tenant.workload.task == "rl":
+        report["updates"] = rl_updates(jobs, tenant.flow_run_id)
+    return report
+
+
+def rl_updates(jobs: Iterable[Mapping[str, Any]], flow_run_id: str) -> list[dict[str, Any]]:
+    """Updates of an RL workload in the order in which they were trained.
+
+    Args:
+        jobs: the scheduler's descriptors; those not completed or of another flow run are left out.
+        flow_run_id: the workload's flow run.
+
+    Returns:
+        Of each, how many transitions were valid, the mean norm of its gradients before clipping (None where it made
+        no step), and the policy's versions that collected its rollout and that came of it.
+    """
+    own = [job for job in jobs if job["flow_run_id"] == flow_run_id and job["state"] == "completed"]
+    return [
+        {
+            "valid_transitions": job["metadata"]["rollout_summary"]["valid_transitions"],
+            "grad_norm": job["metadata"]["metrics"].get("grad_norm"),
+            "behavior_policy_version": job["behavior_policy_version"],
+            "version": job["metadata"]["version"],
+        }
+        for job in sorted(own, key=lambda job: int(job["train_seq"]))
+    ]
+
+
+def report_faults(report: Mapping[str, Any], workloads: Iterable[WorkloadSpec]) -> list[str]:
+    """What of the report is not what the demo is to show, one line each, naming the field of `report.json`.
+
+    Every tenant completes jobs. An RL tenant makes enough updates, all of them on enough valid transitions and with
+    a gradient; where one job at a time is in flight, each rollout acts under the version the update before it made.
+    """
+    faults = []
+    for workload in workloads:
+        found = report["tenants"][workload.tenant.name]
+        wrong = []
+        if not found["jobs"]["completed"]:
+            wrong.append(("jobs.completed", found["jobs"]["completed"], "1 or more"))
+        if workload.task == "rl":
+            wrong += _update_faults(found["updates"], one_at_a_time=workload.limits.max_in_flight_jobs == 1)
+        faults += [
+            refusal(f"tenants.{workload.tenant.name}.{field}", given, possible, "see the logs and run the demo again")
+            for field, given, possible in wrong
+        ]
+    return faults
+
+
+def _update_faults(updates: Sequence[Mapping[str, Any]], *, one_at_a_time: bool) -> list[tuple[str, object, str]]:
+    """Field, what was given and what is possible of each fault."""
+    faults: list[tuple[str, object, str]] = []
+    if len(updates) < LEAST_UPDATES:
+        faults.append(("updates", len(updates), f"{LEAST_UPDATES} or more"))
+    newest = 0  # the demo's workloads start fresh
+    for i, update in enumerate(updates):
+        valid, norm, acted = (update[name] for name in ("valid_transitions", "grad_norm", "behavior_policy_version"))
+        if valid < LEAST_VALID_TRANSITIONS:
+            faults.append((f"updates.{i}.valid_transitions", valid, f"{LEAST_VALID_TRANSITIONS} or more"))
+        if not norm:
+            faults.append((f"updates.{i}.grad_norm", norm, "more than 0"))
+        if one_at_a_time and acted != newest:
+            faults.append((f"updates.{i}.behavior_policy_version", acted, f"{newest}, the newest at that time"))
+        newest = update["version"]
+    return faults
 
 
 async def job_run_counts(api: PrefectApi) -> dict[str, int]:
@@ -279,7 +403,8 @@ async def job_run_counts(api: PrefectApi) -> dict[str, int]:
     return counts
 
 
-def _print_report(console: Console, report: dict[str, Any], without_renderer: bool) -> None:
+def print_report(console: Console, report: Mapping[str, Any], without_renderer: bool) -> None:
+    """The table at the demo's end, and where the report and the picture lie."""
     title = f"four tenants, one resident base model: {report['wall_seconds']:.0f} s"
     if without_renderer:
         title += " (without renderer: Reach-v0 in place of the ManiSkill environments)"
@@ -289,22 +414,25 @@ def _print_report(console: Console, report: dict[str, Any], without_renderer: bo
     for column in ("blanked", "train s", "infer s", "adapter"):
         table.add_column(column)
     for name, t in report["tenants"].items():
-        jobs = t["jobs"]
-        blanked = t.get("success_blanked")
+        jobs, adapter = t["jobs"], t["adapter"]
         table.add_row(
             name,
             t["task"],
             t["environment"],
             f"{jobs['completed']}/{jobs['failed']}/{jobs['dropped']}",
             str(t["policy_version"]),
-            f"{t['success_before']:.0%} → {t['success_after']:.0%}",
-            "" if blanked is None else f"{blanked:.0%}",
+            f"{_share(t['success_before'])} → {_share(t['success_after'])}",
+            _share(t["success_blanked"]) if "success_blanked" in t else "",
             f"{t['train_seconds']:.1f}",
             f"{t['inference_seconds']:.1f}",
-            f"{t['adapter']['name']} v{t['adapter']['version']}",
+            "-" if adapter is None else f"{adapter['name']} v{adapter['version']}",
         )
     console.print(table)
     used = ", ".join(f"{name} {share:.0%}" for name, share in report["utilisation"].items())
     runs = ", ".join(f"{n} {state}" for state, n in sorted(report["flow_runs"].items()))
     console.print(f"utilisation: {used}; job flow runs: {runs}; partitions left: {report['partitions_left']}")
-    console.print(f"report: {FOLDER / 'report.json'}, picture: {FOLDER / 'timeline.png'}", soft_wrap=True)
+    console.print(f"report: {FOLDER / REPORT}, picture: {FOLDER / TIMELINE}", soft_wrap=True)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

@@ -1,4 +1,7 @@
-"""`joynexus run`: admit workloads all or none, start their flow runs, follow them to their end."""
+"""`joynexus run` and `joynexus pretrain`: read what is asked for, start its flow runs, follow them to their end.
+
+Workloads are admitted all or none.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from configs import presets
 from configs.backend import BackendConfig
-from configs.errors import Conflict, JoyNexusError, SpecError, refusal
+from configs.errors import Conflict, JoyNexusError, ServiceUnavailable, SpecError, refusal
 from configs.home import Home
 from configs.platform import PlatformAddresses
+from configs.requests import PretrainRequest
+from configs.spec import parse
 from configs.workload import WorkloadSpec
 from joynexus import processes, tables
 from joynexus.prefect_api import TERMINAL_STATES, PrefectApi
@@ -69,6 +74,53 @@ def run_workloads(paths: Sequence[Path], home: Home, cluster: str) -> int:
     followed = asyncio.run(_run(workloads, configs, addresses, console))
     tables.print_ends([(f.config.policy_key, f.state, f.message) for f in followed])
     return 0 if all(f.state == "COMPLETED" for f in followed) else 1
+
+
+def read_pretraining(path: Path | None) -> PretrainRequest:
+    """The request in `path`; without a file all of its defaults.
+
+    Raises:
+        SpecError: with all faults of the file.
+    """
+    return PretrainRequest() if path is None else parse(PretrainRequest, presets.read_yaml(path), where=path.name)
+
+
+def run_pretraining(path: Path | None, home: Home) -> int:
+    """Pretrain a base model on the running platform; says where it lies and how to use it.
+
+    Returns:
+        0 if it completed, else 1.
+
+    Raises:
+        SpecError: if the request is wrong.
+        ServiceUnavailable: if no platform is up under `home`.
+    """
+    request = read_pretraining(path)
+    if not processes.is_up(home):
+        raise ServiceUnavailable(
+            f"platform: nothing runs under {str(home.root)!r}; possible: a home whose platform is up; run `joynexus up`"
+        )
+    state, message = asyncio.run(_pretrain(request, processes.addresses(home), tables.console()))
+    tables.print_pretraining(home, request, state, message)
+    return 0 if state == "COMPLETED" else 1
+
+
+async def _pretrain(request: PretrainRequest, addresses: PlatformAddresses, console: Console) -> tuple[str, str]:
+    """The flow run's last state and its message."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
+    async with PrefectApi(addresses.prefect_api_url) as api:
+        run_id = await api.start("pretrain", {"request": request.model_dump(mode="json")}, name=request.name)
+        page = f"{addresses.prefect_api_url.removesuffix('/api')}/runs/flow-run/{run_id}"
+        console.print(f"  its progress: {page}", highlight=False, soft_wrap=True)
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task(f"pretrain {request.name}", total=None, state="waiting")
+            while True:
+                run = await api.run(run_id)
+                state = str(run["state_type"])
+                progress.update(bar, state=state.capitalize())
+                if state in TERMINAL_STATES:
+                    return state, (run.get("state") or {}).get("message") or ""
+                await asyncio.sleep(_POLL_S)
 
 
 async def start(workloads: Sequence[WorkloadSpec], api: PrefectApi) -> list[str]:

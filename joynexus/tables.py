@@ -1,8 +1,9 @@
-"""What `joynexus status | jobs | tenants | adapters` print: tables in the words of the services that answer."""
+"""What the verbs of `joynexus` print: tables in the words of the services that answer."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import Any
@@ -12,9 +13,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from configs.errors import JoyNexusError
+from configs.errors import JoyNexusError, UnknownObject, refusal
 from configs.home import Home
 from configs.platform import addresses, read_state
+from configs.requests import PretrainRequest
 from joynexus import processes
 from services import lookup
 
@@ -149,16 +151,36 @@ def print_tenants(home: Home) -> int:
 
 
 def close_tenant(home: Home, name: str) -> int:
-    """End all that a tenant has at run time."""
-    from tasks.connection import platform_connection
+    """End all that a tenant has at run time.
+
+    Raises:
+        UnknownObject: if it has nothing there (any more).
+    """
+    from tasks.connection import Platform, platform_connection
     from tasks.tenants import close_tenant
+
+    async def open_tenants(platform: Platform) -> set[str]:
+        scheduler, training = await platform.scheduler(), await platform.training()
+        inference = await platform.inference()
+        policies = (await scheduler.snapshot())["policies"].values()
+        return {
+            # The scheduler remembers policies that were closed.
+            *(policy["tenant_id"] for policy in policies if policy["closed"] is None),
+            *(await training.versions()),
+            *(await inference.status())["tenants"],
+        }
 
     async def close() -> list[str]:
         async with platform_connection(home) as platform:
+            if name not in (known := await open_tenants(platform)):
+                raise UnknownObject(
+                    refusal("tenant", name, ", ".join(sorted(known)) or "none is open", "see `joynexus tenants`")
+                )
             return await close_tenant(platform, name)
 
     dropped = asyncio.run(close())
-    console().print(f"{name} is closed; {len(dropped)} jobs were dropped; its folder is {home.tenant(name)}")
+    text = f"{name} is closed; {len(dropped)} jobs were dropped; its folder is {home.tenant(name)}"
+    console().print(text, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -187,6 +209,38 @@ def print_adapters(home: Home) -> int:
     columns = ("adapter", "version", "aliases", "policy version", "base model", "success")
     console().print(table("adapters", columns, rows))
     return 0
+
+
+def print_pretraining(home: Home, request: PretrainRequest, state: str, message: str) -> None:
+    """How a pretraining ended; where its model lies, how well it grounds and how to use it, if it completed."""
+    out = console()
+    if state != "COMPLETED":
+        out.print(f"pretrain {request.name}: {state.lower()}: {message}", highlight=False, markup=False, soft_wrap=True)
+        return
+    folder = home.models / request.name
+    report = json.loads((folder / "pretraining.json").read_text(encoding="utf-8"))
+    errors = [
+        (environment, thing, f"{error:.4f}", report["held_out_scenes"][environment])
+        for environment, of_things in report["held_out_error"].items()
+        for thing, error in of_things.items()
+    ]
+    out.print(
+        table(
+            "mean position errors (metres; Reach-v0: table half-widths)",
+            ("environment", "of", "error", "unseen scenes"),
+            errors,
+        )
+    )
+    for line in (
+        f"model: {folder}",
+        "to use it:",
+        f"  1. copy configs/presets/models/{report['base_model']}.yaml to configs/presets/models/{request.name}.yaml; "
+        f"set there `name: {request.name}` and `source: {folder}`",
+        f"  2. add {request.name} to base_models of configs/presets/clusters/{addresses(home).cluster}.yaml",
+        "  3. restart the platform (`joynexus down`, `joynexus up`)",
+        f"  4. write `base_model: {request.name}` in workloads",
+    ):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_ends(ends: Sequence[tuple[str, str, str]]) -> None:

@@ -37,7 +37,9 @@ def draw_timeline(path: Path, intervals: Mapping[str, list[list[Any]]], start: f
 
     tenants = sorted({tenant for found in intervals.values() for i in found for tenant in i[2]})
     colour = {tenant: _COLOURS[n % len(_COLOURS)] for n, tenant in enumerate(tenants)}
-    figure, panels = pyplot.subplots(len(intervals), 1, figsize=(12, 1.2 + 2.2 * len(intervals)), sharex=True)
+    height = 1.2 + 2.2 * len(intervals)
+    figure, grid = pyplot.subplots(len(intervals), 1, figsize=(12, height), sharex=True, squeeze=False)
+    panels = grid[:, 0]
     for panel, (service, found) in zip(panels, intervals.items(), strict=True):
         for row, tenant in enumerate(tenants):
             spans = [(float(i[0]) - start, float(i[1]) - start) for i in found if tenant in i[2]]

@@ -6,7 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetJsonSchemaHandler
 
+from configs import seeds
 from configs.spec import Spec
+
+MAX_ROLLOUTS = 2_000
+"""Completion target of RL at most. As many jobs again may be lost before a workload is given up, and all of their
+rollouts have environment seeds of their own (`seeds.ROLLOUTS_PER_SEED`)."""
 
 
 class AdamSpec(Spec):
@@ -39,8 +44,8 @@ class PpoSpec(Spec):
     """Proximal policy optimisation of a Gaussian policy with a value head."""
 
     kind: Literal["ppo"] = "ppo"
-    jobs: int = Field(gt=0, description="Rollouts, each one training job (the completion target).")
-    num_envs: int = Field(gt=0, description="Environments stepped together.")
+    jobs: int = Field(gt=0, le=MAX_ROLLOUTS, description="Rollouts, each one training job (the completion target).")
+    num_envs: int = Field(gt=0, le=4096, description="Environments stepped together.")
     rollout_steps: int = Field(
         gt=0, description="Chunks each environment executes a rollout; samples = num_envs × this."
     )
@@ -61,7 +66,10 @@ class PpoSpec(Spec):
     )
     lockstep: bool = Field(default=False, description="Collect only after the previous job ended: bit-reproducible.")
     seed: int = Field(
-        default=0, ge=0, description="Seeds initial weights, action noise, sample order and environments."
+        default=0,
+        ge=0,
+        le=seeds.ALGORITHM_SEEDS[-1],
+        description="Seeds initial weights, action noise, sample order and environments.",
     )
 
 

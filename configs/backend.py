@@ -6,7 +6,7 @@ from typing import Literal
 
 from configs.algorithm import AlgorithmSpec, PpoSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
-from configs.model import ActionModuleSpec, BaseModelSpec
+from configs.model import ActionModuleSpec, BaseModelSpec, TrainableSpec
 from configs.spec import Spec
 from configs.workload import EvaluationSpec, LimitsSpec, OutputsSpec, ResourcesSpec
 
@@ -32,6 +32,8 @@ class BackendConfig(Spec):
     task: Literal["sft", "rl"]
     domain: Literal["vla"] = "vla"
     policy: PolicyConfig
+    trainable: TrainableSpec = TrainableSpec()
+    start: Literal["fresh", "continue"] = "fresh"
     prefix_key: str
     algorithm: AlgorithmSpec
     sample_count: int

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
 
+from pydantic import Field, model_validator
+
+from configs import seeds
 from configs.spec import Name, Spec
+
+SEEDS_PER_EPISODE = 3
+SEEDS_PER_HOST = 4
+"""The expert may fail: collecting gives up after three seeds an episode asked for, and takes four a host at once."""
 
 
 class EvaluateRequest(Spec):
@@ -16,9 +23,14 @@ class EvaluateRequest(Spec):
     )
     environment: Name = Field(description="Environment preset.")
     episodes: int = Field(default=20, gt=0, le=1000, description="Episodes, one a seed.")
-    first_seed: int = Field(default=50_000, ge=0, description="First of the consecutive seeds.")
+    first_seed: int = Field(
+        default=50_000,
+        ge=seeds.EVALUATION.start,
+        lt=seeds.EVALUATION.stop,
+        description=f"First of the consecutive seeds; first_seed + episodes is at most {seeds.EVALUATION.stop}.",
+    )
     num_envs: int = Field(default=4, gt=0, le=64, description="Environments stepped together.")
-    hosts: int = Field(default=1, gt=0, le=8, description="Simulator processes side by side.")
+    hosts: int = Field(default=1, gt=0, le=16, description="Simulator processes side by side.")
     blanked: bool = Field(default=False, description="Show the policy black pictures.")
     sampled: bool = Field(
         default=False,
@@ -29,6 +41,11 @@ class EvaluateRequest(Spec):
     )
     interval_s: float = Field(default=0.0, ge=0, description="Pause between rounds in seconds.")
 
+    @model_validator(mode="after")
+    def _held_out(self) -> Self:
+        seeds.require_within(seeds.EVALUATION, self.first_seed, self.episodes, "episodes")
+        return self
+
 
 class CollectRequest(Spec):
     """Collect demonstrations from the scripted expert."""
@@ -37,9 +54,22 @@ class CollectRequest(Spec):
     environment: Name = Field(default="pushcube", description="Environment preset.")
     episodes: int = Field(default=150, gt=0, le=100_000, description="Successful episodes to keep.")
     action_noise: float = Field(default=0.3, ge=0, le=2, description="Std of the noise added to executed actions.")
-    first_seed: int = Field(default=100_000, ge=100_000, description="First of the consecutive seeds.")
+    first_seed: int = Field(
+        default=seeds.DEMONSTRATIONS.start,
+        ge=seeds.DEMONSTRATIONS.start,
+        lt=seeds.DEMONSTRATIONS.stop,
+        description=f"First of the consecutive seeds; first_seed + {SEEDS_PER_EPISODE} × episodes + "
+        f"{SEEDS_PER_HOST} × hosts is at most {seeds.DEMONSTRATIONS.stop}.",
+    )
     hosts: int = Field(default=2, gt=0, le=8, description="Simulator processes side by side.")
     replace: bool = Field(default=False, description="Replace a dataset of this name.")
+
+    @model_validator(mode="after")
+    def _kept_from_other_work(self) -> Self:
+        most = SEEDS_PER_EPISODE * self.episodes + SEEDS_PER_HOST * self.hosts
+        terms = f"{SEEDS_PER_EPISODE} × episodes + {SEEDS_PER_HOST} × hosts"
+        seeds.require_within(seeds.DEMONSTRATIONS, self.first_seed, most, terms)
+        return self
 
 
 class PretrainRequest(Spec):
@@ -48,4 +78,7 @@ class PretrainRequest(Spec):
     name: Name = Field(default="tiny-qwen3-vl-repeat", description="Folder under the home's models that is written.")
     seed: int = Field(default=0, ge=0)
     steps: int = Field(default=2000, gt=0, description="Optimizer steps.")
-    scenes: int = Field(default=20_000, gt=0, description="Rendered scenes; the repository's base saw so many.")
+    # An episode gives several scenes of one seed, so a million stays far within the seeds of pretraining.
+    scenes: int = Field(
+        default=20_000, gt=0, le=1_000_000, description="Rendered scenes; the repository's base saw so many."
+    )

@@ -1,11 +1,15 @@
 """Disjoint ranges of environment seeds: evaluation, demonstrations, pretraining and RL training never share one.
 
-An initial state is a function of its seed alone, so disjoint ranges make "held out" a matter of arithmetic.
+An initial state is a function of its seed alone, so disjoint ranges make "held out" a matter of arithmetic. Every
+request for seeds is held to its range: those that a person chooses by the declarations (`require_within`), those of
+RL rollouts by `training_seed`.
 """
 
 from __future__ import annotations
 
 from typing import Final
+
+from configs.errors import SpecError, refusal
 
 EVALUATION: Final = range(0, 100_000)
 DEMONSTRATIONS: Final = range(100_000, 1_000_000)
@@ -13,12 +17,50 @@ PRETRAINING: Final = range(1_000_000, 10_000_000)
 TRAINING: Final = range(10_000_000, 2**31)
 EPISODES_PER_ROLLOUT: Final = 4_096
 ROLLOUTS_PER_SEED: Final = 4_096
+ALGORITHM_SEEDS: Final = range(len(TRAINING) // (ROLLOUTS_PER_SEED * EPISODES_PER_ROLLOUT))
+"""What an RL workload may declare as its `algorithm.seed`: each has a part of TRAINING of its own."""
 
 
 def training_seed(seed: int, rollout: int, episode: int) -> int:
     """Environment seed of the `episode`-th episode of the `rollout`-th rollout under a workload's `seed`.
 
-    Episodes are numbered by environment and order within it, never by who finished first.
+    Episodes are numbered by environment and order within it, never by who finished first. Those beyond
+    EPISODES_PER_ROLLOUT see the next rollout's initial states; all stay in TRAINING.
+
+    Raises:
+        SpecError: where the number would leave TRAINING.
     """
     index = (seed * ROLLOUTS_PER_SEED + rollout) * EPISODES_PER_ROLLOUT + episode
-    return TRAINING.start + index % len(TRAINING)
+    if not 0 <= index < len(TRAINING):
+        raise SpecError(
+            refusal(
+                "algorithm.seed",
+                f"{seed} in rollout {rollout}, episode {episode}",
+                f"seeds 0 to {ALGORITHM_SEEDS[-1]} with {ROLLOUTS_PER_SEED} rollouts each",
+                "choose a smaller seed or fewer jobs",
+            )
+        )
+    return TRAINING[index]
+
+
+def require_within(allowed: range, first_seed: int, count: int, terms: str) -> None:
+    """Check that the `count` seeds from `first_seed` on lie in `allowed`; for validators of declarations.
+
+    Args:
+        allowed: one of the ranges above.
+        first_seed: the first seed.
+        count: seeds that may be used.
+        terms: `count` in words of the declaration's fields, for the message.
+
+    Raises:
+        ValueError: naming `first_seed` and what bounds it.
+    """
+    if first_seed < allowed.start or first_seed + count > allowed.stop:
+        raise ValueError(
+            refusal(
+                "first_seed",
+                first_seed,
+                f"{allowed.start} to {allowed.stop - count} ({allowed.stop} less {count}, {terms})",
+                "choose one of these, or fewer episodes: seeds outside are other work's",
+            )
+        )

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from configs import seeds
 from configs.algorithm import AlgorithmSpec
 from configs.model import ActionModuleSpec, TrainableSpec
 from configs.spec import Name, Spec
@@ -30,8 +31,12 @@ class EvaluationSpec(Spec):
 
     environment: Name = Field(description="Environment preset to evaluate in.")
     episodes: int = Field(gt=0, le=1000, description="Episodes, one a seed.")
-    first_seed: int = Field(ge=0, description="Seeds are first_seed … first_seed + episodes − 1; keep them held out.")
-    num_envs: int = Field(default=4, gt=0, description="Environments stepped together.")
+    first_seed: int = Field(
+        ge=seeds.EVALUATION.start,
+        lt=seeds.EVALUATION.stop,
+        description="Seeds are first_seed … first_seed + episodes − 1; none of them is used for anything else.",
+    )
+    num_envs: int = Field(default=4, gt=0, le=64, description="Environments stepped together.")
     before: bool = Field(default=True, description="Evaluate the untrained policy too.")
     blanked: bool = Field(default=False, description="Afterwards evaluate once more with black pictures.")
     sampled: bool = Field(
@@ -41,6 +46,11 @@ class EvaluationSpec(Spec):
     every_jobs: int | None = Field(
         default=None, gt=0, description="Evaluate after so many completed jobs; None: never."
     )
+
+    @model_validator(mode="after")
+    def _held_out(self) -> Self:
+        seeds.require_within(seeds.EVALUATION, self.first_seed, self.episodes, "episodes")
+        return self
 
 
 class LimitsSpec(Spec):

@@ -1,15 +1,21 @@
 """Admission: a workload against what the platform can do, and the backend configuration it becomes.
 
-Every fault is reported at once, each naming its field, before anything is started or written.
+Every fault is reported at once, each naming its field, before anything is started or written. What could not be looked
+up (base model, environment, dataset) is a fault itself, and the checks that do not need it are made all the same.
+A prompt's length is not among the checks: it takes the base's tokenizer, and flow processes import neither torch nor
+transformers; a prompt too long fails the first request or job that has it, with a message of the same form.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from configs import presets, seeds
+from configs import presets
 from configs.algorithm import PpoSpec, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.cluster import ClusterSpec
@@ -19,7 +25,10 @@ from configs.home import Home
 from configs.model import BaseModelSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
+from services.environments import renderer
 from storage.demonstrations import LeRobotDataset
+
+T = TypeVar("T")
 
 
 class _Faults:
@@ -31,9 +40,33 @@ class _Faults:
     def add(self, field: str, given: object, possible: str, remedy: str) -> None:
         self.lines.append(refusal(field, given, possible, remedy))
 
+    def kept(self, look_up: Callable[[], T]) -> T | None:
+        """What `look_up` finds, or None with its refusal kept."""
+        try:
+            return look_up()
+        except SpecError as error:
+            self.lines.append(str(error))
+            return None
+
     def raise_if_any(self, where: str) -> None:
         if self.lines:
             raise SpecError(f"{where}: " + "; ".join(self.lines))
+
+
+@dataclass(frozen=True)
+class TrainingInterface:
+    """What a workload's policy sees and does where it is trained.
+
+    Attributes:
+        source: where this was read, in words for messages.
+        environment: of RL; None for demonstrations.
+    """
+
+    cameras: tuple[CameraSpec, ...]
+    state: StatisticsSpec
+    action: StatisticsSpec
+    source: str
+    environment: EnvironmentSpec | None = None
 
 
 def dataset_path(dataset: str, home: Home) -> Path:
@@ -67,17 +100,24 @@ def open_dataset(dataset: str, home: Home) -> LeRobotDataset:
         raise SpecError(f"data.dataset: {error}") from None
 
 
-def training_interface(
-    workload: WorkloadSpec, home: Home
-) -> tuple[tuple[CameraSpec, ...], StatisticsSpec, StatisticsSpec, EnvironmentSpec | None]:
-    """Cameras, state and action statistics, and the environment (RL) of what the workload trains from."""
+def training_interface(workload: WorkloadSpec, home: Home) -> TrainingInterface:
+    """Cameras, state and action of what the workload trains from.
+
+    Raises:
+        SpecError: if there is no such environment or dataset.
+    """
     if workload.environment is not None:
         env = presets.environment(workload.environment)
-        return env.cameras, env.state, env.action, env
+        return TrainingInterface(env.cameras, env.state, env.action, f"environment {env.name!r}", env)
     assert workload.data is not None  # WorkloadSpec's own rule
     dataset = open_dataset(workload.data.dataset, home)
     cameras = tuple(CameraSpec(name=n, height=h, width=w) for n, (h, w) in sorted(dataset.cameras.items()))
-    return cameras, dataset.statistics("observation.state"), dataset.statistics("action"), None
+    return TrainingInterface(
+        cameras,
+        dataset.statistics("observation.state"),
+        dataset.statistics("action"),
+        f"dataset {workload.data.dataset!r}",
+    )
 
 
 def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendConfig:
@@ -87,33 +127,30 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         SpecError: one line with all faults.
     """
     faults = _Faults()
-    if workload.base_model not in cluster.base_models:
-        faults.add(
-            "base_model",
-            workload.base_model,
-            ", ".join(cluster.base_models),
-            f"choose one resident on {cluster.name!r}",
-        )
-        faults.raise_if_any(workload.tenant.name)
-    base = presets.base_model(workload.base_model)
-    cameras, state, action, environment = training_interface(workload, home)
-    source = (
-        f"environment {workload.environment!r}"
-        if environment
-        else f"dataset {workload.data and workload.data.dataset!r}"
-    )
-    _check_widths(faults, workload, state, action, source)
-    _check_cameras(faults, base, cameras, source)
-    evaluation_environment = None
+    base = _resident_base(faults, workload, cluster)
+    training = faults.kept(lambda: training_interface(workload, home))
+    evaluated_in = None
     if workload.evaluation is not None:
-        evaluation_environment = presets.environment(workload.evaluation.environment, "evaluation.environment")
-        _check_evaluation(faults, workload, cameras, evaluation_environment)
-    seen_in = environment or evaluation_environment
-    light = seen_in is not None and seen_in.light_visuals
+        name = workload.evaluation.environment
+        evaluated_in = faults.kept(lambda: presets.environment(name, "evaluation.environment"))
+    if training is not None:
+        _check_widths(faults, workload, training)
+        if training.environment is not None:
+            _check_renderer(faults, "environment", training.environment, cluster)
+    if base is not None and training is not None:
+        _check_cameras(faults, base, training)
+    if evaluated_in is not None:
+        _check_evaluation(faults, workload, evaluated_in)
+        _check_renderer(faults, "evaluation.environment", evaluated_in, cluster)
+        if training is not None:
+            _check_evaluation_cameras(faults, training, evaluated_in)
+    _check_hosts(faults, workload, cluster)
     faults.raise_if_any(workload.tenant.name)
-    algorithm = workload.algorithm
-    instruction = environment.instruction if environment else None
-    signature = schema_signature(base, workload.action_module, cameras, light_visuals=light)
+    assert base is not None  # else there was a fault
+    assert training is not None
+    environment, algorithm = training.environment, workload.algorithm
+    seen_in = environment or evaluated_in
+    light = seen_in is not None and seen_in.light_visuals
     return BackendConfig(
         policy_key=workload.policy_key,
         task=workload.task,
@@ -121,20 +158,22 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
             tenant=workload.tenant.name,
             base_model=base,
             action_module=workload.action_module,
-            cameras=cameras,
-            instruction=instruction,
-            state=state,
-            action=action,
+            cameras=training.cameras,
+            instruction=environment.instruction if environment else None,
+            state=training.state,
+            action=training.action,
             seed=algorithm.seed,
-            schema_signature=signature,
+            schema_signature=schema_signature(base, workload.action_module, training.cameras, light_visuals=light),
         ),
+        trainable=workload.trainable,
+        start=workload.start,
         prefix_key=prefix_key(base),
         algorithm=algorithm,
         sample_count=sample_count(algorithm),
         environment=environment,
         dataset=str(dataset_path(workload.data.dataset, home)) if workload.data else None,
         evaluation=workload.evaluation,
-        evaluation_environment=evaluation_environment,
+        evaluation_environment=evaluated_in,
         limits=workload.limits,
         resources=workload.resources,
         outputs=workload.outputs,
@@ -145,12 +184,15 @@ def admit_all(workloads: Sequence[WorkloadSpec], home: Home, cluster: ClusterSpe
     """Compile several workloads that are to run together; all or none.
 
     Raises:
-        SpecError: also if two of them have the same tenant's name.
+        SpecError: with the faults of all; also if two of them have the same tenant's name.
     """
-    twice = [name for name, n in Counter(w.tenant.name for w in workloads).items() if n > 1]
-    if twice:
-        raise SpecError(refusal("tenant.name", twice[0], "each tenant once in a run", "rename one of the tenants"))
-    return [admit(workload, home, cluster) for workload in workloads]
+    faults = _Faults()
+    for name in [name for name, n in Counter(w.tenant.name for w in workloads).items() if n > 1]:
+        faults.add("tenant.name", name, "each tenant once in a run", "rename one of the tenants")
+    configs = [faults.kept(partial(admit, workload, home, cluster)) for workload in workloads]
+    if faults.lines:
+        raise SpecError("; ".join(faults.lines))
+    return [config for config in configs if config is not None]
 
 
 def sample_count(algorithm: SftSpec | PpoSpec) -> int:
@@ -160,36 +202,48 @@ def sample_count(algorithm: SftSpec | PpoSpec) -> int:
     return algorithm.num_envs * algorithm.rollout_steps
 
 
-def _check_widths(
-    faults: _Faults, workload: WorkloadSpec, state: StatisticsSpec, action: StatisticsSpec, source: str
-) -> None:
+def _resident_base(faults: _Faults, workload: WorkloadSpec, cluster: ClusterSpec) -> BaseModelSpec | None:
+    if workload.base_model not in cluster.base_models:
+        faults.add(
+            "base_model",
+            workload.base_model,
+            ", ".join(cluster.base_models),
+            f"choose one resident on {cluster.name!r}",
+        )
+        return None
+    return faults.kept(lambda: presets.base_model(workload.base_model))
+
+
+def _check_widths(faults: _Faults, workload: WorkloadSpec, training: TrainingInterface) -> None:
     module = workload.action_module
     for field, given, stats in (
-        ("action_module.state_width", module.state_width, state),
-        ("action_module.action_width", module.action_width, action),
+        ("action_module.state_width", module.state_width, training.state),
+        ("action_module.action_width", module.action_width, training.action),
     ):
         if given != len(stats.mean):
-            faults.add(field, given, f"{len(stats.mean)} (of {source})", "declare that width")
+            faults.add(field, given, f"{len(stats.mean)} (of {training.source})", "declare that width")
 
 
-def _check_cameras(faults: _Faults, base: BaseModelSpec, cameras: Sequence[CameraSpec], source: str) -> None:
-    if len(cameras) > base.max_cameras:
-        faults.add("cameras", len(cameras), f"at most {base.max_cameras} for {base.name!r}", "use fewer cameras")
-    for camera in cameras:
+def _check_cameras(faults: _Faults, base: BaseModelSpec, training: TrainingInterface) -> None:
+    count = len(training.cameras)
+    if count > base.max_cameras:
+        faults.add(
+            "cameras",
+            f"{count} (of {training.source})",
+            f"at most {base.max_cameras} for {base.name!r}",
+            "use fewer cameras",
+        )
+    for camera in training.cameras:
         if (camera.height, camera.width) != (base.image_height, base.image_width):
             faults.add(
                 f"cameras.{camera.name}",
-                f"{camera.height}×{camera.width} (of {source})",
+                f"{camera.height}×{camera.width} (of {training.source})",
                 f"{base.image_height}×{base.image_width} for {base.name!r}",
                 "render or record at that size",
             )
 
 
-def _check_evaluation(
-    faults: _Faults, workload: WorkloadSpec, cameras: Sequence[CameraSpec], environment: EnvironmentSpec
-) -> None:
-    evaluation = workload.evaluation
-    assert evaluation is not None
+def _check_evaluation(faults: _Faults, workload: WorkloadSpec, environment: EnvironmentSpec) -> None:
     module = workload.action_module
     for field, given, wanted in (
         ("state_width", environment.state_width, module.state_width),
@@ -202,20 +256,55 @@ def _check_evaluation(
                 f"{field} {wanted}",
                 "choose one that fits",
             )
-    known = sorted(c.name for c in environment.cameras)
-    for camera in cameras:
-        if camera.name not in known:
-            faults.add(
-                "evaluation.environment",
-                environment.name,
-                f"cameras {known} lack {camera.name!r}",
-                "choose one that has it",
-            )
-    last = evaluation.first_seed + evaluation.episodes
-    if last > seeds.EVALUATION.stop:
+
+
+def _check_evaluation_cameras(faults: _Faults, training: TrainingInterface, environment: EnvironmentSpec) -> None:
+    """Exactly the cameras of training: the base refuses a picture too many as it refuses one too few."""
+    if _sizes(environment.cameras) != _sizes(training.cameras):
         faults.add(
-            "evaluation.first_seed",
-            evaluation.first_seed,
-            f"first_seed + episodes ≤ {seeds.EVALUATION.stop}",
-            "lower seeds are held out from training, demonstrations and pretraining",
+            "evaluation.environment",
+            f"{environment.name} (cameras {_sizes(environment.cameras)})",
+            f"cameras {_sizes(training.cameras)}, those of {training.source}",
+            "choose one that fits",
+        )
+
+
+def _sizes(cameras: Sequence[CameraSpec]) -> str:
+    return ", ".join(sorted(f"{c.name} {c.height}×{c.width}" for c in cameras))
+
+
+def _check_renderer(faults: _Faults, field: str, environment: EnvironmentSpec, cluster: ClusterSpec) -> None:
+    if environment.kind != "maniskill" or cluster.dask_scheduler is not None:
+        return  # where the Dask workers are another's, this machine does not render
+    if (missing := renderer.check()) is not None:  # a few looks at the file system
+        others = [n for n in presets.names("environments") if presets.environment(n).kind != "maniskill"]
+        faults.add(
+            field,
+            environment.name,
+            f"without a renderer {', '.join(others)}",
+            f"choose one of these or install one ({missing})",
+        )
+
+
+def _check_hosts(faults: _Faults, workload: WorkloadSpec, cluster: ClusterSpec) -> None:
+    field, hosts = "resources.environment_hosts", workload.resources.environment_hosts
+    if hosts > cluster.max_environment_hosts:
+        faults.add(
+            field,
+            hosts,
+            f"up to {cluster.max_environment_hosts}, the max_environment_hosts of {cluster.name!r}",
+            "ask for fewer hosts",
+        )
+    num_envs = {}
+    if isinstance(workload.algorithm, PpoSpec):
+        num_envs["algorithm.num_envs"] = workload.algorithm.num_envs
+    if workload.evaluation is not None:
+        num_envs["evaluation.num_envs"] = workload.evaluation.num_envs
+    if num_envs and hosts > max(num_envs.values()):
+        given = " and ".join(f"{name} {count}" for name, count in num_envs.items())
+        faults.add(
+            field,
+            hosts,
+            f"up to {max(num_envs.values())} with {given}",
+            "ask for fewer hosts or more environments: a host steps at least one",
         )

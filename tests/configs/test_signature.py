@@ -11,7 +11,7 @@ import pytest
 
 from configs import presets
 from configs.environment import CameraSpec
-from configs.model import OftSpec
+from configs.model import BaseModelSpec, OftSpec
 from configs.signature import canonical_json, digest, prefix_key, schema_signature
 
 BASE = presets.base_model("tiny-qwen3-vl")
@@ -38,6 +38,21 @@ def test_another_process_with_another_hash_seed_gives_the_same_signature() -> No
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
         )
         assert json.loads(found.stdout) == signature()
+
+
+def test_the_signature_is_this_one_on_every_machine_and_python() -> None:
+    """Written down: partitions, checkpoints and adapters carry it, so a change of it turns all stored ones away."""
+    base = BaseModelSpec(
+        name="base",
+        family="qwen3-vl",
+        source="models/base",
+        dtype="float32",
+        hidden_width=128,
+        num_action_tokens=4,
+        image_height=64,
+        image_width=64,
+    )
+    assert signature(base=base) == "0fc0fa970f79ed2170c66c9f89a9230e25459cbba0e1df760acd944be2b5bf72"
 
 
 def test_cameras_are_bound_by_name_not_by_order() -> None:

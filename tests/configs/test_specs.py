@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from configs import presets, seeds
+from configs.algorithm import MAX_ROLLOUTS
 from configs.errors import SpecError
-from configs.spec import parse
-from configs.workload import WorkloadSpec
+from configs.requests import SEEDS_PER_EPISODE, CollectRequest, EvaluateRequest
+from configs.spec import Spec, parse
+from configs.workload import EvaluationSpec, LimitsSpec, ResourcesSpec, WorkloadSpec
+from tasks import collection
 
 
 def reach(**changes: Any) -> dict[str, Any]:
@@ -73,4 +76,103 @@ def test_training_seeds_differ_by_seed_rollout_and_episode_and_stay_in_their_ran
     found = {seeds.training_seed(s, r, e) for s in range(3) for r in (0, 1, 4095) for e in (0, 1, 4095)}
     assert len(found) == 27
     assert all(seed in seeds.TRAINING for seed in found)
-    assert seeds.training_seed(10**9, 4095, 4095) in seeds.TRAINING
+
+
+def test_training_seeds_never_wrap_so_what_would_leave_their_range_is_refused() -> None:
+    """127 · 4096 · 4096 = 2 130 706 432 of the 2 137 483 648 training seeds are given out, a part to each seed."""
+    assert range(127) == seeds.ALGORITHM_SEEDS
+    assert seeds.training_seed(0, 0, 0) == 10_000_000
+    assert seeds.training_seed(0, 0, 1) == 10_000_001
+    assert seeds.training_seed(0, 1, 0) == 10_004_096
+    assert seeds.training_seed(1, 0, 0) == 26_777_216
+    assert seeds.training_seed(126, 4095, 4095) == 10_000_000 + 2_130_706_432 - 1
+    assert seeds.training_seed(127, 0, 2_137_483_648 - 2_130_706_432 - 1) == 2**31 - 1
+    with pytest.raises(SpecError, match=r"algorithm.seed: got '128 in rollout 0, episode 0'; possible: seeds 0 to 126"):
+        seeds.training_seed(128, 0, 0)
+    with pytest.raises(SpecError, match=r"algorithm\.seed: got .* episode -1"):
+        seeds.training_seed(0, 0, -1)
+
+
+def test_as_many_rollouts_as_a_workload_can_make_have_seeds_of_their_own() -> None:
+    """Its target, as many again that were lost, and those in flight: fewer than a seed has rollouts."""
+    in_flight: Any = next(m.le for m in LimitsSpec.model_fields["max_in_flight_jobs"].metadata if hasattr(m, "le"))
+    assert 2 * MAX_ROLLOUTS + 1 + in_flight < seeds.ROLLOUTS_PER_SEED
+
+
+EVALUATE = {"targets": ["t"], "environment": "reach"}
+HELD_OUT = {"environment": "reach"}
+COLLECT = {"dataset": "d"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "count", "allowed"),
+    [
+        (EvaluateRequest, {**EVALUATE, "episodes": 1}, 1, seeds.EVALUATION),
+        (EvaluateRequest, {**EVALUATE, "episodes": 1000}, 1000, seeds.EVALUATION),
+        (EvaluationSpec, {**HELD_OUT, "episodes": 40}, 40, seeds.EVALUATION),
+        # Three tries an episode, and what all hosts take at once: 3 · 150 + 4 · 2; 3 · 100 000 + 4 · 8.
+        (CollectRequest, COLLECT, 458, seeds.DEMONSTRATIONS),
+        (CollectRequest, {**COLLECT, "episodes": 100_000, "hosts": 8}, 300_032, seeds.DEMONSTRATIONS),
+    ],
+)
+def test_chosen_seeds_are_held_to_their_range(
+    cls: type[Spec], given: dict[str, Any], count: int, allowed: range
+) -> None:
+    """The first and the last possible are taken, one beyond is refused, also far beyond and on either side."""
+    for first_seed in (allowed.start, allowed.stop - count):
+        spec: Any = parse(cls, {**given, "first_seed": first_seed}, where="r")
+        assert spec.first_seed == first_seed
+    with pytest.raises(SpecError) as caught:
+        parse(cls, {**given, "first_seed": allowed.stop - count + 1}, where="r")
+    message = str(caught.value)
+    if count > 1:
+        assert (
+            f"first_seed: got {allowed.stop - count + 1}; possible: {allowed.start} to {allowed.stop - count} ("
+            in message
+        )
+    assert "\n" not in message
+    for first_seed in (allowed.start - 1, allowed.stop, seeds.PRETRAINING.start, seeds.TRAINING.start, 2**31):
+        with pytest.raises(SpecError, match=f"first_seed: got {first_seed}"):
+            parse(cls, {**given, "first_seed": first_seed}, where="r")
+
+
+def test_collecting_takes_no_more_seeds_than_its_declaration_is_held_to() -> None:
+    assert collection._TRIES_PER_EPISODE == SEEDS_PER_EPISODE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 127}, "seed: got 127; Input should be less than or equal to 126"),
+        ({"jobs": 2001}, "jobs: got 2001; Input should be less than or equal to 2000"),
+    ],
+)
+def test_rl_is_held_to_the_seeds_of_training(changes: dict[str, Any], message: str) -> None:
+    algorithm = reach()["algorithm"]
+    parse(WorkloadSpec, reach(algorithm=algorithm | {"seed": 126, "jobs": 2000}), where="w")
+    with pytest.raises(SpecError, match=message):
+        parse(WorkloadSpec, reach(algorithm=algorithm | changes), where="w")
+
+
+def test_an_evaluation_that_a_workload_may_declare_may_be_requested() -> None:
+    """`flows/workload.py` turns the one into the other: at the largest figures of all fields they share."""
+    most = parse(
+        EvaluationSpec,
+        {"environment": "reach", "episodes": 1000, "first_seed": 99_000, "num_envs": 64},
+        where="evaluation",
+    )
+    hosts: Any = next(m.le for m in ResourcesSpec.model_fields["environment_hosts"].metadata if hasattr(m, "le"))
+    EvaluateRequest(
+        targets=("t",),
+        environment=most.environment,
+        episodes=most.episodes,
+        first_seed=most.first_seed,
+        num_envs=most.num_envs,
+        hosts=hosts,
+    )
+
+
+def test_the_gpu_cluster_keeps_the_large_base_resident() -> None:
+    cluster = presets.cluster("gpu")
+    assert cluster.base_models == ("qwen3-vl-4b",)
+    assert presets.base_model("qwen3-vl-4b").device == "cuda"

@@ -1,0 +1,210 @@
+"""Admission: what a workload becomes, and every way in which it can ask for what the platform has not."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs import presets
+from configs.cluster import ClusterSpec
+from configs.errors import SpecError
+from configs.home import Home
+from configs.spec import parse
+from configs.workload import WorkloadSpec
+from services.admission import admit, admit_all
+from services.environments import renderer
+
+LAPTOP = presets.cluster("laptop")
+
+
+@pytest.fixture(autouse=True)
+def _a_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has, the user names a Vulkan driver."""
+    monkeypatch.setenv("VK_ICD_FILENAMES", "/usr/share/vulkan/icd.d/some.json")
+
+
+@pytest.fixture
+def without_renderer(_a_renderer: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither a driver named by the user nor one that can be found."""
+    monkeypatch.delenv("VK_ICD_FILENAMES")
+    monkeypatch.setattr(renderer, "_DRIVER_FOLDERS", (tmp_path,))
+    monkeypatch.setattr(renderer, "SWIFTSHADER_PATHS", ())
+
+
+@pytest.fixture
+def more_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Presets beside the shipped ones: Reach-v0 with larger pictures, with two cameras, and with another camera."""
+    folder = tmp_path / "presets"
+    shutil.copytree(presets.FOLDER, folder)
+    reach = presets.environment("reach").model_dump(mode="json")
+    top = reach["cameras"][0]
+    for name, cameras in {
+        "reach-large": [{**top, "height": 96, "width": 96}],
+        "reach-two": [top, {**top, "name": "side"}],
+        "reach-side": [{**top, "name": "side"}],
+    }.items():
+        text = yaml.safe_dump(reach | {"name": name, "cameras": cameras})
+        (folder / "environments" / f"{name}.yaml").write_text(text)
+    monkeypatch.setattr(presets, "FOLDER", folder)
+
+
+def workload(name: str = "reach", **by_path: Any) -> WorkloadSpec:
+    """A shipped workload with values at dotted paths replaced (`__` for the dot)."""
+    spec = copy.deepcopy(presets.workload(name).model_dump(mode="json"))
+    for path, value in by_path.items():
+        *parents, last = path.split("__")
+        at = spec
+        for parent in parents:
+            at = at[parent]
+        at[last] = value
+    return parse(WorkloadSpec, spec, where="w")
+
+
+def refused(spec: WorkloadSpec, home: Path, cluster: ClusterSpec = LAPTOP) -> list[str]:
+    """The faults that `spec` is refused with, without the tenant before them."""
+    with pytest.raises(SpecError) as caught:
+        admit(spec, Home(home), cluster)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{spec.tenant.name}: ")
+    fields = ("base_model", "environment", "data.", "action_module.", "cameras", "evaluation.", "resources.")
+    faults = message.removeprefix(f"{spec.tenant.name}: ").split("; ")
+    starts = [i for i, part in enumerate(faults) if part.startswith(fields) and ": got " in part]
+    return ["; ".join(faults[i:j]) for i, j in zip(starts, [*starts[1:], len(faults)], strict=True)]
+
+
+def test_a_compiled_workload_carries_all_that_it_declared(tmp_path: Path) -> None:
+    spec = workload(start="continue", evaluation__sampled=True)
+    config = admit(spec, Home(tmp_path), LAPTOP)
+    compiled = config.model_dump(mode="json")
+    for field in ("trainable", "start", "algorithm", "evaluation", "limits", "resources", "outputs"):
+        assert compiled[field] == spec.model_dump(mode="json")[field], field
+    assert config.trainable.parameterisation == "action_module"
+    assert admit(workload(), Home(tmp_path), LAPTOP).start == "fresh"
+    assert config.policy.instruction == "reach the red target"
+    assert config.sample_count == 8 * 64
+
+
+@pytest.mark.usefixtures("without_renderer")
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (workload("push", evaluation=None), "environment: got 'pushcube'"),
+        (workload("push", environment="reach"), "evaluation.environment: got 'pushcube'"),
+    ],
+    ids=["training", "evaluation"],
+)
+def test_maniskill_without_a_renderer_is_refused(spec: WorkloadSpec, field: str, tmp_path: Path) -> None:
+    (fault,) = [line for line in refused(spec, tmp_path) if "without a renderer" in line]
+    assert fault.startswith(f"{field}; possible: without a renderer reach; choose one of these or install one (")
+    assert "apt-get install chromium-common" in fault
+
+
+@pytest.mark.usefixtures("without_renderer")
+def test_a_renderer_is_asked_for_only_by_maniskill_and_only_where_this_machine_renders(tmp_path: Path) -> None:
+    admit(workload(), Home(tmp_path), LAPTOP)
+    elsewhere = LAPTOP.model_copy(update={"dask_scheduler": "tcp://10.0.0.7:8786"})
+    admit(workload("push"), Home(tmp_path), elsewhere)
+
+
+def test_more_hosts_than_the_cluster_has_are_refused(tmp_path: Path) -> None:
+    small = LAPTOP.model_copy(update={"max_environment_hosts": 2})
+    admit(workload(resources__environment_hosts=2), Home(tmp_path), small)
+    assert refused(workload(resources__environment_hosts=3), tmp_path, small) == [
+        "resources.environment_hosts: got 3; possible: up to 2, the max_environment_hosts of 'laptop'; ask for fewer "
+        "hosts"
+    ]
+
+
+def test_more_hosts_than_environments_are_refused(tmp_path: Path) -> None:
+    """Hosts of RL and of its evaluation are counted apart: the larger of the two bounds them."""
+    roomy = LAPTOP.model_copy(update={"max_environment_hosts": 16})
+    admit(workload(resources__environment_hosts=8), Home(tmp_path), roomy)
+    assert refused(workload(resources__environment_hosts=9), tmp_path, roomy) == [
+        "resources.environment_hosts: got 9; possible: up to 8 with algorithm.num_envs 8 and evaluation.num_envs 8; "
+        "ask for fewer hosts or more environments: a host steps at least one"
+    ]
+    alone = workload(resources__environment_hosts=9, evaluation=None)
+    assert "up to 8 with algorithm.num_envs 8; ask" in refused(alone, tmp_path, roomy)[0]
+    admit(workload(resources__environment_hosts=9, evaluation__num_envs=9), Home(tmp_path), roomy)
+
+
+@pytest.mark.usefixtures("more_environments")
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ("reach-large", "top 96×96"),
+        ("reach-two", "side 64×64, top 64×64"),
+        ("reach-side", "side 64×64"),
+    ],
+)
+def test_an_evaluation_that_shows_other_pictures_than_training_is_refused(
+    environment: str, shown: str, tmp_path: Path
+) -> None:
+    """Larger ones would be resized unseen; a camera too many or too few is refused by the base, mid-way."""
+    assert refused(workload(evaluation__environment=environment), tmp_path) == [
+        f"evaluation.environment: got '{environment} (cameras {shown})'; possible: cameras top 64×64, those of "
+        "environment 'reach'; choose one that fits"
+    ]
+
+
+def test_an_evaluation_of_other_widths_is_refused(tmp_path: Path) -> None:
+    faults = refused(workload(evaluation__environment="pushcube"), tmp_path)
+    assert faults == [
+        "evaluation.environment: got 'pushcube (state_width 25)'; possible: state_width 2; choose one that fits",
+        "evaluation.environment: got 'pushcube (action_width 4)'; possible: action_width 2; choose one that fits",
+        "evaluation.environment: got 'pushcube (cameras base 64×64)'; possible: cameras top 64×64, those of "
+        "environment 'reach'; choose one that fits",
+    ]
+
+
+@pytest.mark.usefixtures("more_environments")
+def test_pictures_that_the_base_does_not_take_are_refused(tmp_path: Path) -> None:
+    one_camera = LAPTOP.model_copy(update={"base_models": ("one-camera",)})
+    base = presets.base_model("tiny-qwen3-vl").model_dump(mode="json") | {"name": "one-camera", "max_cameras": 1}
+    (presets.FOLDER / "models" / "one-camera.yaml").write_text(yaml.safe_dump(base))
+    spec = workload(base_model="one-camera", environment="reach-two", evaluation=None)
+    assert refused(spec, tmp_path, one_camera) == [
+        "cameras: got \"2 (of environment 'reach-two')\"; possible: at most 1 for 'one-camera'; use fewer cameras"
+    ]
+    large = workload(environment="reach-large", evaluation=None)
+    assert refused(large, tmp_path)[0].startswith("cameras.top: got \"96×96 (of environment 'reach-large')\"; ")
+
+
+def test_all_faults_are_told_at_once_also_behind_what_could_not_be_looked_up(tmp_path: Path) -> None:
+    spec = workload(
+        "demos",
+        base_model="gpt",
+        evaluation__environment="reach",
+        evaluation__num_envs=4,
+        resources__environment_hosts=9,
+    )
+    assert [fault.split(":")[0] for fault in refused(spec, tmp_path)] == [
+        "base_model",  # not resident
+        "data.dataset",  # not there
+        "evaluation.environment",  # state width
+        "evaluation.environment",  # action width
+        "resources.environment_hosts",  # more than the cluster's
+        "resources.environment_hosts",  # more than environments
+    ]
+    unknown = workload(environment="moon", evaluation__environment="mars")
+    assert [fault.split(";")[0] for fault in refused(unknown, tmp_path)] == [
+        "environment: got 'moon'",
+        "evaluation.environment: got 'mars'",
+    ]
+
+
+def test_several_workloads_are_admitted_all_or_none_with_the_faults_of_all(tmp_path: Path) -> None:
+    good = workload(tenant__name="good")
+    assert [c.policy_key for c in admit_all([good, workload()], Home(tmp_path), LAPTOP)] == ["good.rl", "reach.rl"]
+    with pytest.raises(SpecError) as caught:
+        admit_all([good, good, workload(environment="moon"), workload("demos")], Home(tmp_path), LAPTOP)
+    message = str(caught.value)
+    assert message.startswith("tenant.name: got 'good'; possible: each tenant once in a run; rename one of the tenants")
+    assert "reach: environment: got 'moon'" in message
+    assert "demos: data.dataset: got 'pushcube-demonstrations'" in message

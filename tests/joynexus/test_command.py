@@ -232,11 +232,13 @@ def test_a_workload_is_run_and_its_tenant_closed_once(
     """Followed to its end; closing leaves the output folder and takes slot and serving state; twice is refused."""
     small = {"jobs": 2, "num_envs": 4, "rollout_steps": 8, "epochs": 1, "microbatch_size": 16}
     spec = changed(tenant__name="by-command", evaluation=..., **{f"algorithm__{k}": v for k, v in small.items()})
+    reports = "workloads/*/report.json"
+    before = set(home.tenant("by-command").glob(reports))
     assert main(["--home", platform.home, "run", str(write(tmp_path, "spec.yaml", spec))]) == 0
     out = capsys.readouterr().out
     assert "by-command.rl" in out
     assert "Completed" in out
-    (report,) = home.tenant("by-command").glob("workloads/*/report.json")
+    (report,) = set(home.tenant("by-command").glob(reports)) - before
     assert json.loads(report.read_text())["jobs"] == {"completed": 2, "failed": 0, "dropped": 0}
 
     async def known() -> list[bool]:
@@ -307,7 +309,7 @@ def test_pretrain_tells_why_its_flow_run_failed(
 ) -> None:
     """A folder with something else in it is not replaced; the line names it, the exit code is 1."""
     taken = home.models / "taken"
-    taken.mkdir(parents=True)
+    taken.mkdir(parents=True, exist_ok=True)
     (taken / "notes.txt").write_text("mine")
     assert main(["--home", platform.home, "pretrain", str(write(tmp_path, "request.yaml", {"name": "taken"}))]) == 1
     assert f"out_folder: got {str(taken)!r}" in capsys.readouterr().out
@@ -319,7 +321,7 @@ def test_pretrain_tells_where_its_model_lies_and_how_to_use_it(
 ) -> None:
     """Errors on unseen scenes from the checkpoint's own report, then the steps to a workload on it."""
     folder = home.models / "repeat"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "pretraining.json").write_bytes((PROJECT_ROOT / "models/tiny-qwen3-vl/pretraining.json").read_bytes())
     tables.print_pretraining(home, PretrainRequest(name="repeat"), "COMPLETED", "")
     out = capsys.readouterr().out

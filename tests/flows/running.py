@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,14 @@ class Running:
         while (run := await self.api.run(run_id))["state_type"] not in TERMINAL_STATES:
             await asyncio.sleep(0.5)
         return run
+
+    async def until(self, run_id: str, holds: Callable[[], Awaitable[Any]]) -> Any:
+        """What `holds` gives once that is something; the run must not have ended before."""
+        while not (found := await holds()):
+            run = await self.api.run(run_id)
+            assert run["state_type"] not in TERMINAL_STATES, (run.get("state") or {}).get("message")
+            await asyncio.sleep(0.2)
+        return found
 
     async def completed(self, run_id: str) -> dict[str, Any]:
         """As `ended`, and it must have completed."""

@@ -158,8 +158,7 @@ def test_an_evaluation_that_overlaps_training_uses_one_version_and_leaves_nothin
             training = await here.service(lookup.TRAINING)
             spec = workload("reach", "moving", **(SMALL | {"jobs": 1000}))
             run = await here.start(spec)
-            while (await training.versions()).get("moving", 0) == 0:
-                await asyncio.sleep(0.1)
+            await here.until(run, lambda: _completed(scheduler, "moving.rl"))
             request = EvaluateRequest(targets=("moving",), environment="reach", episodes=24, first_seed=41_000)
             evaluation = await here.api.start("evaluate", {"request": request.model_dump(mode="json")})
             seen: set[int] = set()
@@ -264,8 +263,7 @@ def test_a_second_workload_of_a_running_policy_is_refused(
             spec = workload("reach", "twice", **(SMALL | {"jobs": 200}))
             first = await here.start(spec)
             scheduler = await here.service(lookup.SCHEDULER)
-            while not [j for j in await _jobs(scheduler, "twice.rl") if j["state"] == "completed"]:
-                await asyncio.sleep(0.1)
+            await here.until(first, lambda: _completed(scheduler, "twice.rl"))
             refused = await here.ended(await here.start(spec))
             assert refused["state_type"] == "FAILED"
             assert "twice.rl" in refused["state"]["message"]
@@ -285,8 +283,7 @@ def test_a_killed_workload_leaves_the_queue_too(platform: PlatformAddresses, hom
             spec = workload("reach", "killed", **(SMALL | {"jobs": 200}))
             first = await here.start(spec)
             scheduler = await here.service(lookup.SCHEDULER)
-            while not [j for j in await _jobs(scheduler, "killed.rl") if j["state"] == "completed"]:
-                await asyncio.sleep(0.1)
+            await here.until(first, lambda: _completed(scheduler, "killed.rl"))
             os.kill(int((await here.api.run(first))["infrastructure_pid"].rsplit(":", 1)[-1]), signal.SIGKILL)
             assert (await here.ended(first))["state_type"] == "CRASHED"
             await _gone(here, "killed.rl")
@@ -345,7 +342,9 @@ def test_a_job_is_cancelled_by_cancelling_its_run(platform: PlatformAddresses, h
             await scheduler.register_policy(policy | bounds)
             job = (await scheduler.reserve(None, "page.sft", 1, None, None, {}, consumer_role="tests"))["job"]
             async with asyncio.timeout(60):
-                while not (mine := [r for r in await here.api.runs_with_tag("page.sft") if r["name"] == job["job_id"]]):
+                while not (
+                    mine := [r for r in await here.api.runs_with_tag("tenant:page") if r["name"] == job["job_id"]]
+                ):
                     await asyncio.sleep(0.2)
                 await here.api.end(mine[0]["id"], "CANCELLED", "by a person")
                 assert (await scheduler.wait_admission("page.sft", timeout_s=60)) is True  # its place is free again
@@ -402,6 +401,10 @@ async def _gone(here: Running, policy_key: str) -> None:
         tenant = policy_key.split(".")[0]
         while [p for p in PartitionStore(here.home.partitions).list() if p.split(".")[2] == tenant]:
             await asyncio.sleep(0.1)
+
+
+async def _completed(scheduler: lookup.Service, policy_key: str) -> list[dict[str, Any]]:
+    return [job for job in await _jobs(scheduler, policy_key) if job["state"] == "completed"]
 
 
 async def _jobs(scheduler: lookup.Service, policy_key: str) -> list[dict[str, Any]]:

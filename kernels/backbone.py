@@ -110,8 +110,11 @@ class Backbone:
         """Load a checkpoint by hub id, absolute folder, or folder relative to `root` (the project's root).
 
         Raises:
-            SpecError: if there is no such checkpoint or it does not fit the preset.
+            SpecError: if there is no such checkpoint, it does not fit the preset, or the preset's device is not here.
         """
+        if spec.device == "cuda" and not torch.cuda.is_available():
+            remedy = "start a cluster whose base models are for the CPU, or install the driver and torch's CUDA build"
+            raise SpecError(refusal("device", spec.device, "cpu, since torch sees no GPU here", remedy))
         folder = Path(spec.source) if Path(spec.source).is_absolute() else root / spec.source
         source = str(folder) if folder.is_dir() else spec.source
         transformers_logging.disable_progress_bar()  # a service's log is no terminal
@@ -132,14 +135,6 @@ class Backbone:
         tokenizer = tiny_qwen3_vl.tokenizer()
         model = tiny_qwen3_vl.random_model(spec, tokenizer, seed).model
         return cls(spec, model, tokenizer, tiny_qwen3_vl.image_processor())
-
-    def prefix_length(self, instruction: str, cameras: int, state_text: str | None = None) -> int:
-        """Padded token length of such a prompt; for admission and for the prefix key.
-
-        Raises:
-            TenantFault: if it is longer than the base's `max_length`.
-        """
-        return self.prompts.bucket(len(self.prompts.build(instruction, cameras, state_text).ids))
 
     def prepare(
         self, observation: dict[str, Any], cameras: Sequence[str], proprioception_text: Sequence[str] | None = None

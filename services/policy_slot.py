@@ -29,7 +29,7 @@ from services.interface import Interface
 from storage.checkpoints import CheckpointStore
 
 ENCODE_ROWS = 32
-"""Rows of one base forward in training; larger batches were no faster on a CPU (docs/benchmarks.md)."""
+"""Rows of one base forward in training at most; it bounds the forward's memory, whatever a job or microbatch holds."""
 
 ADVANTAGE_FIELDS = (
     "reward",

@@ -238,7 +238,7 @@ def _check_step(step: dict[str, Any], shape: tuple[int, ...]) -> None:
         if step[name].shape != shape[:2]:
             raise EnvironmentFault(
                 f"environment.{name}: got shape {step[name].shape}; possible: {shape[:2]} (environments × horizon); "
-                "the simulator breaks the contract, see `joynexus env`"
+                "the simulator breaks the contract; mend it, see services/environments/adapter.py"
             )
     if not np.isfinite(step["reward"]).all():
         raise EnvironmentFault("environment.reward: got NaN or infinity; possible: finite numbers; mend the simulator")

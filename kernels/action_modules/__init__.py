@@ -32,11 +32,11 @@ MODULES: dict[str, Callable[[ActionModuleSpec, BaseModelSpec, int], ActionModule
 
 
 def build(spec: ActionModuleSpec, base: BaseModelSpec, seed: int) -> ActionModule:
-    """A new module for that base with initial parameters drawn from `seed`.
+    """A new module for that base, on its device, with initial parameters drawn from `seed` (the same on all devices).
 
     Raises:
         SpecError: if no module of that kind is registered.
     """
     if spec.kind not in MODULES:
         raise SpecError(refusal("action_module.kind", spec.kind, ", ".join(sorted(MODULES)), "choose one"))
-    return MODULES[spec.kind](spec, base, seed)
+    return MODULES[spec.kind](spec, base, seed).to(base.device)

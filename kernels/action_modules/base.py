@@ -50,7 +50,16 @@ class ActionModule(nn.Module, ABC):
 
     Rows never meet in it, and no random numbers are drawn but from the generator that is passed, so that a row's
     result depends on the row, the parameters and the generator alone.
+
+    A module lives on its base's device, where the features are. Features and proprioception may come from any device;
+    actions, generators (so noise is the same everywhere) and all results are on the CPU, where losses and partitions
+    are. Gradients find their way back. Where everything is on the CPU nothing is copied.
     """
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of its parameters are."""
+        return next(self.parameters()).device
 
     @abstractmethod
     def mean(self, feature: VLAFeature, proprioception: Tensor | None) -> Tensor:

@@ -98,7 +98,7 @@ class OftModule(ActionModule):
 
     def mean(self, feature: VLAFeature, proprioception: Tensor | None) -> Tensor:
         """See `ActionModule`."""
-        return self._chunk(self.policy(self._inputs(feature, proprioception)))
+        return self._chunk(self.policy(self._inputs(feature, proprioception))).cpu()
 
     def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
         """See `ActionModule`. Rows are padded to blocks, so that their bits do not depend on their number."""
@@ -106,35 +106,40 @@ class OftModule(ActionModule):
             inputs, rows = self._inputs(feature, proprioception), feature.rows
             if padding := -rows % ROW_BLOCK:
                 inputs = torch.cat([inputs, inputs.new_zeros(padding, inputs.shape[1])])
-            mean, value = self._chunk(self.policy(inputs))[:rows], self.value(inputs)[:rows, 0]
+            mean, value = (x[:rows] for x in self._mean_and_value(inputs))
             if generator is None:
                 action = mean
             else:
-                noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
-                action = mean + noise * self.log_std.exp()
+                noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
+                action = mean + noise * self.log_std.cpu().exp()
             return Decision(action, self._log_prob(mean, action), value)
 
     def evaluate(self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor) -> Evaluation:
         """See `ActionModule`."""
-        inputs = self._inputs(feature, proprioception)
-        log_prob = self._log_prob(self._chunk(self.policy(inputs)), action)
-        entropy = (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand_as(log_prob)
-        return Evaluation(log_prob, entropy, self.value(inputs)[:, 0])
+        mean, value = self._mean_and_value(self._inputs(feature, proprioception))
+        log_prob = self._log_prob(mean, action)
+        entropy = (self.log_std.cpu() + 0.5 * math.log(2 * math.pi * math.e)).sum().expand_as(log_prob)
+        return Evaluation(log_prob, entropy, value)
+
+    def _mean_and_value(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, H, A] and [B], brought to the CPU: the networks run on the device, the Gaussian around them here."""
+        return self._chunk(self.policy(inputs)).cpu(), self.value(inputs).cpu()[:, 0]
 
     def _inputs(self, feature: VLAFeature, proprioception: Tensor | None) -> Tensor:
-        x = self.norm(feature.action_tokens.flatten(1))
+        x = self.norm(feature.action_tokens.to(self.device).flatten(1))
         if self.spec.proprioception != "head":
             return x
         expected = (feature.rows, self.spec.state_width)
         if proprioception is None or tuple(proprioception.shape) != expected:
             given = None if proprioception is None else tuple(proprioception.shape)
             raise TenantFault(refusal("proprioception", given, f"shape {expected}", "send the declared state"))
-        return torch.cat([x, proprioception.to(x.dtype)], dim=1)
+        return torch.cat([x, proprioception.to(x.device, x.dtype)], dim=1)
 
     def _chunk(self, flat: Tensor) -> Tensor:
         return flat.unflatten(1, (self.spec.horizon, self.spec.action_width))
 
     def _log_prob(self, mean: Tensor, action: Tensor) -> Tensor:
         """[B, H]: log-density of a diagonal Gaussian, summed over A."""
-        scaled = (action - mean) * torch.exp(-self.log_std)
-        return (-0.5 * scaled.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+        log_std = self.log_std.cpu()
+        scaled = (action - mean) * torch.exp(-log_std)
+        return (-0.5 * scaled.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)

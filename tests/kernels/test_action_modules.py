@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import presets
 from configs.errors import Conflict, TenantFault
@@ -49,6 +51,36 @@ def test_shapes_are_the_documented_ones(module: ActionModule) -> None:
     assert module.mean(feature, state).shape == (6, 4, 3)
     assert not decision.action.requires_grad
     assert scored.log_prob.requires_grad
+
+
+def test_a_module_is_built_on_its_bases_device_with_the_same_weights() -> None:
+    """`meta` stands for any device that is not the CPU."""
+    there = action_modules.build(SPECS["oft"], BASE.model_copy(update={"device": "meta"}), seed=7)
+    assert {p.device.type for p in there.parameters()} == {"meta"}
+    assert there.device.type == "meta"
+    assert action_modules.build(SPECS["oft"], BASE, seed=7).device.type == BASE.device == "cpu"
+
+
+def test_a_module_on_a_gpu_takes_what_is_on_the_cpu_and_answers_there(module: ActionModule) -> None:
+    """Without a GPU: torch's fake tensors have no numbers, but refuse an operation over two devices like real ones.
+
+    The backward pass of such tensors takes torch's CUDA build, so it is not part of this.
+    """
+    with FakeTensorMode(), torch.no_grad():
+        for part in module.modules():
+            for name, p in part.named_parameters(recurse=False):
+                part.register_parameter(name, nn.Parameter(torch.empty(p.shape, device="cuda"), requires_grad=False))
+        assert module.device.type == "cuda"
+        feature = VLAFeature(torch.empty(6, BASE.num_action_tokens, BASE.hidden_width, device="cuda"))
+        state, action = torch.empty(6, 5), torch.empty(6, 4, 3)
+        with pytest.raises(RuntimeError, match="same device"):  # what the moves are for
+            feature.action_tokens + torch.empty(feature.action_tokens.shape)
+        for generator in (None, torch.Generator()):
+            decision = module.act(feature, state, generator)
+            assert {decision.action.device.type, decision.log_prob.device.type, decision.value.device.type} == {"cpu"}
+        scored = module.evaluate(feature, state, action)
+        assert {scored.log_prob.device.type, scored.entropy.device.type, scored.value.device.type} == {"cpu"}
+        assert module.mean(feature, state).device.type == "cpu"
 
 
 def test_a_rows_decision_does_not_depend_on_its_company(module: ActionModule) -> None:

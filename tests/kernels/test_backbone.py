@@ -40,6 +40,22 @@ def test_a_canonical_size_that_the_processor_would_change_is_refused() -> None:
         ImagePatches(tiny_qwen3_vl.image_processor(), 60, 64)
 
 
+def test_the_large_bases_pictures_are_of_a_size_that_its_processor_keeps() -> None:
+    """Qwen3-VL's published processor: 65,536 pixels at least, patches of 16, merged by twos; 8 × 8 tokens a picture."""
+    published = Qwen2VLImageProcessorPil(
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        size={"shortest_edge": 65_536, "longest_edge": 16_777_216},
+    )
+    base = presets.base_model("qwen3-vl-4b")
+    assert ImagePatches(published, base.image_height, base.image_width).tokens == 64
+    with pytest.raises(SpecError, match="image_height, image_width"):
+        ImagePatches(published, 224, 224)
+
+
 def test_features_equal_the_librarys_own_call(backbone: Backbone) -> None:
     """Positions, picture attention and padding as the library has them; two cameras, rows of unequal length."""
     seen = observation(3, 1, ("left", "right"))
@@ -73,8 +89,8 @@ def test_features_equal_the_librarys_own_call(backbone: Backbone) -> None:
 def test_action_tokens_stand_last_before_the_padding(backbone: Backbone) -> None:
     prefix = backbone.prepare(observation(2, 0), ["base"])
     assert prefix.length % backbone.spec.length_bucket == 0
-    assert prefix.length == backbone.prefix_length("push the cube", 1)
     last = prefix.action_index[0, -1]
+    assert prefix.length == backbone.prompts.bucket(int(last) + 1)
     assert (prefix.input_ids[:, last + 1 :] == backbone.prompts.pad_token_id).all()
     words = backbone.tokenizer.convert_ids_to_tokens(prefix.input_ids[0, prefix.action_index[0]].tolist())
     assert words == ["<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"]
@@ -144,9 +160,8 @@ def test_proprioception_text_enters_the_prompt(backbone: Backbone) -> None:
     seen["images"]["base"][1] = seen["images"]["base"][0]
     feature = backbone.encode(backbone.prepare(seen, ["base"], ["000 128", "255 128"])).action_tokens
     assert not torch.equal(feature[0], feature[1])
-    assert backbone.prefix_length("push the cube", 1, "000 128") == backbone.prefix_length(
-        "push the cube", 1, "255 001"
-    )
+    one, other = (backbone.prompts.build("push the cube", 1, text) for text in ("000 128", "255 001"))
+    assert len(one.ids) == len(other.ids)
 
 
 def test_the_base_is_frozen_and_calls_leave_it_as_it_was(backbone: Backbone) -> None:
@@ -191,6 +206,27 @@ def test_a_missing_checkpoint_and_a_wrong_width_are_refused(tmp_path: Path) -> N
         Backbone.from_pretrained(spec.model_copy(update={"source": str(tmp_path / "empty")}), root=tmp_path)
     with pytest.raises(SpecError, match=r"hidden_width: got 64; possible: 128, the checkpoint's"):
         Backbone.from_pretrained(spec.model_copy(update={"hidden_width": 64}), root=PROJECT_ROOT)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_base_for_a_gpu_is_refused_where_there_is_none() -> None:
+    """Before anything is fetched."""
+    with pytest.raises(SpecError, match="device: got 'cuda'; possible: cpu, since torch sees no GPU here; start"):
+        Backbone.from_pretrained(presets.base_model("qwen3-vl-4b"), root=PROJECT_ROOT)
+
+
+def test_a_base_in_bfloat16_gives_float32_features_close_to_those_in_float32() -> None:
+    """The large base's precision, tried on the small one."""
+    spec = presets.base_model("tiny-qwen3-vl")
+    exact, rounded = (
+        Backbone.from_pretrained(spec.model_copy(update={"dtype": dtype}), root=PROJECT_ROOT)
+        for dtype in ("float32", "bfloat16")
+    )
+    seen = observation(3, 1)
+    one, other = (base.encode(base.prepare(seen, ["base"])).action_tokens for base in (exact, rounded))
+    assert rounded.model.dtype == torch.bfloat16
+    assert other.dtype == torch.float32
+    assert (one - other).abs().max() < 0.02 * one.abs().max()
 
 
 def test_the_tokenizer_is_trained_alike_each_time() -> None:

@@ -44,7 +44,7 @@ class EvaluationSpec(Spec):
         description="Sample actions as in training instead of taking the mean; the noise is seeded by first_seed.",
     )
     every_jobs: int | None = Field(
-        default=None, gt=0, description="Evaluate after so many completed jobs; None: never."
+        default=None, gt=0, description="Register and evaluate a version after so many completed jobs; None: never."
     )
 
     @model_validator(mode="after")

@@ -40,6 +40,9 @@ async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id
     scheduler, inference = await platform.scheduler(), await platform.inference()
     number = faults = 0
     while True:
+        # Before the version is read: at the bound of one job the one before has published its version by then.
+        if not await scheduler.wait_admission(backend.policy_key, timeout_s=_WAIT_S):
+            continue
         version = await inference.current_version(tenant.name)
         reply = await scheduler.reserve(
             request_id=f"{flow_run_id}-{number}",
@@ -59,7 +62,6 @@ async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id
         if reply["job"] is None:
             if reply.get("final"):
                 return
-            await scheduler.wait_admission(backend.policy_key, timeout_s=_WAIT_S)
             continue
         number += 1
         try:

@@ -19,6 +19,7 @@ from tasks.tenants import OpenedTenant, close_workload, kept_policy, open_tenant
 
 Producer = Callable[[Platform, OpenedTenant, str], Coroutine[Any, Any, None]]
 _WAIT_S = 5.0
+_CADENCE_WAIT_S = 0.5  # between two looks at how many jobs have completed
 
 
 async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, Any]:
@@ -108,9 +109,10 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant, run_id: str) -> 
     scheduler, evaluation = await platform.scheduler(), tenant.backend.evaluation
     key, target = tenant.backend.policy_key, tenant.backend.algorithm.jobs
     every = evaluation.every_jobs if evaluation else None
+    wait_s = _WAIT_S if every is None else _CADENCE_WAIT_S
     evaluated = 0
     while True:
-        counts: dict[str, Any] = await scheduler.wait_policy_idle(key, timeout_s=_WAIT_S)
+        counts: dict[str, Any] = await scheduler.wait_policy_idle(key, timeout_s=wait_s)
         if counts["closed"] is not None:
             raise JoyNexusError(f"{key} was closed: {counts['closed']}")
         if counts["idle"]:

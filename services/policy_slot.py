@@ -228,7 +228,10 @@ class PolicySlot:
             optimizer.steps = int(checkpoint.optimizer["steps"])
             for name, parameter in slot.module.named_parameters():
                 state = {
-                    key: torch.from_numpy(checkpoint.optimizer[f"adam.{key}.{name}"].copy())
+                    # The moments live where the parameter does, Adam's step counter on the CPU.
+                    key: torch.from_numpy(checkpoint.optimizer[f"adam.{key}.{name}"].copy()).to(
+                        "cpu" if key == "step" else parameter.device
+                    )
                     for key in ("step", "exp_avg", "exp_avg_sq")
                     if f"adam.{key}.{name}" in checkpoint.optimizer
                 }

@@ -13,13 +13,12 @@ from prefect.runtime import task_run
 
 from configs import presets
 from configs.errors import Conflict, EnvironmentFault, refusal
-from configs.requests import CollectRequest
+from configs.requests import SEEDS_PER_EPISODE, CollectRequest
 from services.environment_client import SessionClient
 from storage.demonstrations import LeRobotWriter
 from tasks.connection import Platform
 
 FPS = 20
-_TRIES_PER_EPISODE = 3
 
 
 @task(task_run_name="collect {request.dataset}", cache_policy=NO_CACHE)
@@ -61,10 +60,10 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
     try:
         with writer:
             while writer.episodes < request.episodes:
-                if tried >= request.episodes * _TRIES_PER_EPISODE:
+                if tried >= request.episodes * SEEDS_PER_EPISODE:
                     raise EnvironmentFault(
                         f"expert: {writer.episodes} successes in {tried} episodes of {spec.name!r}; possible: one in "
-                        f"{_TRIES_PER_EPISODE} or better; lower action_noise"
+                        f"{SEEDS_PER_EPISODE} or better; lower action_noise"
                     )
                 wanted = min(4 * request.hosts, max(request.hosts, request.episodes - writer.episodes))
                 first = request.first_seed + tried

@@ -10,10 +10,9 @@ import pytest
 from configs import presets, seeds
 from configs.algorithm import MAX_ROLLOUTS
 from configs.errors import SpecError
-from configs.requests import SEEDS_PER_EPISODE, CollectRequest, EvaluateRequest
+from configs.requests import CollectRequest, EvaluateRequest
 from configs.spec import Spec, parse
 from configs.workload import EvaluationSpec, LimitsSpec, ResourcesSpec, WorkloadSpec
-from tasks import collection
 
 
 def reach(**changes: Any) -> dict[str, Any]:
@@ -134,10 +133,6 @@ def test_chosen_seeds_are_held_to_their_range(
     for first_seed in (allowed.start - 1, allowed.stop, seeds.PRETRAINING.start, seeds.TRAINING.start, 2**31):
         with pytest.raises(SpecError, match=f"first_seed: got {first_seed}"):
             parse(cls, {**given, "first_seed": first_seed}, where="r")
-
-
-def test_collecting_takes_no_more_seeds_than_its_declaration_is_held_to() -> None:
-    assert collection._TRIES_PER_EPISODE == SEEDS_PER_EPISODE
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_fault_of_any_kind_fails_its_job_alone(platform: PlatformAddresses, ho
     """Failed with the reason, the descriptor kept, the partition cleared; what is raised is one of our errors."""
 
     async def main() -> None:
-        async with reserved(home, "faulty") as (connection, job):
+        async with reserved(home, "unlucky") as (connection, job):
             with pytest.raises(JoyNexusError):
                 async with carried_out(connection, job):
                     raise error
@@ -69,7 +69,7 @@ def test_a_lost_service_gives_the_leased_job_back(platform: PlatformAddresses, h
     """The fault is not the job's: it is ready again, its partition stays, and the next holder has another token."""
 
     async def main() -> None:
-        async with reserved(home, "waiting") as (connection, job):
+        async with reserved(home, "given-back") as (connection, job):
             scheduler = await connection.scheduler()
             await scheduler.mark(job["job_id"], "ready")
             leased = (await scheduler.lease_next(ROLE, [ROLE], "first", 600.0))["job"]

@@ -15,6 +15,7 @@ from tasks.jobs import clear_leftovers, sweep_half_written
 from tasks.services import place_service
 
 _WATCH_EVERY_S = 5.0
+_CLEARING_S = 10.0
 _PRUNE_EVERY_S = 3600.0
 _KEEP_ENDED_JOBS_S = 7 * 24 * 3600.0
 _HALF_WRITTEN_S = 24 * 3600.0
@@ -44,18 +45,19 @@ async def platform(cluster: str = "laptop") -> None:
             if asyncio.get_running_loop().time() - pruned > _PRUNE_EVERY_S:
                 pruned = asyncio.get_running_loop().time()
                 await _prune(connection)
-            await _clear_leftovers(connection)
             for name in lookup.NAMES:
                 if await lookup.reachable(name, connection.client) is None:
                     logger.warning("%s does not answer; placing it again", name)
                     await place_service(connection, name)
+            await _clear_leftovers(connection)
 
 
 async def _clear_leftovers(connection: Platform) -> None:
     """Clear what killed and cancelled workloads left; a scheduler that is away is asked again at the next look."""
     try:
-        cleared = await clear_leftovers(connection)
-    except ServiceUnavailable as error:
+        async with asyncio.timeout(_CLEARING_S):
+            cleared = await clear_leftovers(connection)
+    except (ServiceUnavailable, OSError) as error:  # TimeoutError is an OSError
         connection.forget()
         get_run_logger().warning("%s", error)
     else:

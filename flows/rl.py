@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from prefect import flow, get_run_logger
 
 from configs.algorithm import PpoSpec
-from configs.errors import EnvironmentFault, SpecError, refusal
+from configs.errors import AdmissionRefused, EnvironmentFault, SpecError, refusal
 from configs.workload import WorkloadSpec
 from flows.workload import run_workload
 from tasks.connection import Platform
@@ -16,6 +17,7 @@ from tasks.tenants import OpenedTenant
 
 _WAIT_S = 30.0
 _FAULTS_IN_A_ROW = 3
+_NO_ROOM_S = 5.0  # hosts and queue rows are other tenants'; nobody tells when they come free
 
 
 @flow(name="rl", flow_run_name="rl {workload.tenant.name}")
@@ -67,6 +69,9 @@ async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id
         try:
             await rollout(platform, tenant, reply["job"])
             faults = 0
+        except AdmissionRefused as error:
+            logger.warning("rollout %d found no room, another one is tried: %s", number, error)
+            await asyncio.sleep(_NO_ROOM_S)
         except EnvironmentFault as error:
             faults += 1
             logger.warning("rollout %d failed (%d in a row): %s", number, faults, error)

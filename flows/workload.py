@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from prefect import get_run_logger
 from prefect.runtime import flow_run
 
-from configs.errors import JoyNexusError
+from configs.errors import JoyNexusError, LeaseLost
 from configs.requests import EvaluateRequest
 from configs.workload import WorkloadSpec
 from flows.evaluate import evaluate
@@ -36,7 +37,7 @@ async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, A
         tenant = await open_tenant(platform, workload, run_id)
         ended, reason = "FAILED", "the workload failed"
         try:
-            async with kept_policy(platform, tenant, run_id):
+            async with kept_policy(platform, tenant.backend.policy_key, run_id):
                 report = await _run(platform, tenant, produce, run_id)
             ended, reason = "FINISHED", "the workload is done"
         except BaseExceptionGroup as group:
@@ -45,7 +46,7 @@ async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, A
             ended, reason = "KILLED", "the workload was cancelled"
             raise
         finally:
-            await asyncio.shield(close_workload(platform, tenant, reason, ended))
+            await asyncio.shield(close_workload(platform, tenant, run_id, reason, ended))
         write_json(tenant.folder / "report.json", report)
         await publish_workload_report(report)
         return report
@@ -66,11 +67,13 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
             before = await evaluating
     counts = idle.result()
     training = await platform.training()
+    await _still_ours(platform, tenant, run_id)
     version = await training.publish(name)
     await training.save(name, tenant.backend.policy_key)
     after = await _evaluate(platform, tenant) if evaluation else None
     blanked = await _evaluate(platform, tenant, blanked=True) if evaluation and evaluation.blanked else None
     adapter = None
+    await _still_ours(platform, tenant, run_id)
     if tenant.backend.outputs.register_adapter:
         adapter = await register_adapter(platform, tenant, run_id)
         if after is not None:
@@ -113,21 +116,33 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant, run_id: str) -> 
     evaluated = 0
     while True:
         counts: dict[str, Any] = await scheduler.wait_policy_idle(key, timeout_s=wait_s)
-        if counts["closed"] is not None:
-            raise JoyNexusError(f"{key} was closed: {counts['closed']}")
+        if counts["closed"] is not None or counts["holder"] != run_id:
+            raise LeaseLost(f"{key} was closed: {counts['closed'] or 'another run of it began since'}")
         if counts["idle"]:
             return counts
         if every is not None and counts["completed"] // every > evaluated:
             evaluated = counts["completed"] // every
             registered = await register_adapter(platform, tenant, f"{run_id}-{evaluated}")
             reference = f"models:/{registered['name']}/{registered['version']}"
-            await record_evaluation(platform, registered, await _evaluate(platform, tenant, target=reference))
+            try:
+                await record_evaluation(platform, registered, await _evaluate(platform, tenant, target=reference))
+            except JoyNexusError as error:  # training goes on, and the next one may find room
+                get_run_logger().warning("%s was not evaluated: %s", reference, error)
         lost = counts.get("failed", 0) + counts.get("dropped", 0)
         if lost > max(3, target):
             jobs = await scheduler.jobs(policy_key=key, states=["failed", "dropped"], limit=1)
             raise JoyNexusError(
                 f"{key}: {lost} jobs were lost against a target of {target}; the last: {jobs[0]['reason']}"
             )
+
+
+async def _still_ours(platform: Platform, tenant: OpenedTenant, run_id: str) -> None:
+    """What follows acts on the tenant's slot, which another run may have taken over meanwhile.
+
+    Raises:
+        LeaseLost: if the policy was closed or is another run's.
+    """
+    await (await platform.scheduler()).keep_policy(tenant.backend.policy_key, run_id)
 
 
 async def _evaluate(

@@ -156,14 +156,17 @@ async def collect_rollout(
         prediction = await policy(observation)
         following = [seed_of_episode(n + num_envs) for n in number]
         stepping = asyncio.ensure_future(session.batch_step(prediction.environment_action, following))
-        await asyncio.sleep(0)  # the request leaves; what is known is kept while the simulator steps
-        for name, image in observation["images"].items():
-            keep(f"image.{name}", image)
-        keep("proprioception", observation["proprioception"])
-        for name in ("action", "log_prob", "value"):
-            keep(name, getattr(prediction, name))
-        instructions += observation["instructions"]
-        step = await stepping
+        try:
+            await asyncio.sleep(0)  # the request leaves; what is known is kept while the simulator steps
+            for name, image in observation["images"].items():
+                keep(f"image.{name}", image)
+            keep("proprioception", observation["proprioception"])
+            for name in ("action", "log_prob", "value"):
+                keep(name, getattr(prediction, name))
+            instructions += observation["instructions"]
+            step = await stepping
+        finally:
+            stepping.cancel()  # nobody waits for it any more if this was left early
         _check_step(step, prediction.environment_action.shape)
         for name in ("reward", "valid", "terminated", "truncated"):
             keep(name, step[name])

@@ -47,6 +47,7 @@ class ClosePolicy(Event):
 
     policy_key: str
     reason: str
+    holder: str | None = None  # a flow run closes what it holds itself; None: a person's or the platform's word
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,15 @@ class JobTable:
         if self.admission.waiting and self.admission.lapse(self.now):
             self._out.append(Wake("admission"))
 
+    def renew_all(self) -> None:
+        """Every lease that is held, of jobs and policies, lasts its whole length from now."""
+        for policy in self.policies.values():
+            self._renew_policy(policy)
+            for job in map(self.jobs.__getitem__, policy.open):
+                if job.lease_token is not None and job.lease_s is not None:
+                    job.lease_expires_at = self.now + job.lease_s
+                    heapq.heappush(self._expiries, (job.lease_expires_at, job.job_id, job.lease_token))
+
     def _renew_policy(self, policy: Policy) -> None:
         """Its lease lasts its whole length from now."""
         if policy.closed is None and policy.lease_s is not None:

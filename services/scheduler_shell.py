@@ -25,6 +25,9 @@ from storage.journal import Journal, Record
 logger = logging.getLogger(__name__)
 
 
+_LATE_S = 5.0
+
+
 class SchedulerShell:
     """Feeds events to a `SchedulerState` and carries out its instructions."""
 
@@ -58,6 +61,7 @@ class SchedulerShell:
     def _feed(self, event: Event) -> Any:
         """Let an event happen now; the caller awaits `durable` before it answers."""
         self._commits.check()
+        self._look_whether_late(event.now)
         outcome = self._state.handle(event)
         self._carry_out(outcome.instructions)
         self._set_timer()
@@ -139,10 +143,24 @@ class SchedulerShell:
         self._timer_due = due
         self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._now()), self._time_is_up)
 
+    def _look_whether_late(self, now: float) -> None:
+        """Hold nobody to a lease that ran out while nobody could be heard.
+
+        The machine slept, this process was stopped, or the clock was set: the timer should have gone off long ago.
+        """
+        if now > self._timer_due + _LATE_S:
+            logger.warning("%.0f s late: held leases last their whole length again", now - self._timer_due)
+            self._state.overslept(now)
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, self._timer_due = None, math.inf
+
     def _time_is_up(self) -> None:
+        now = self._now()
+        self._look_whether_late(now)
         self._timer, self._timer_due = None, math.inf
         try:
-            self._feed(Tick(self._now()))
+            self._feed(Tick(now))
         except JoyNexusError as error:
             logger.error("leases do not expire any more: %s", error)
 

@@ -19,6 +19,7 @@ def idle_report(policy: Policy) -> dict[str, Any]:
         **{state: policy.counts[state] for state in TERMINAL},
         "open": len(policy.open),
         "closed": policy.closed,
+        "holder": policy.holder,
         "idle": done and not policy.open,
     }
 

@@ -96,6 +96,11 @@ class SchedulerState(JobTable):
         """Assert all invariants, by brute force over all jobs."""
         validate(self)
 
+    def overslept(self, now: float) -> None:
+        """Nobody could be heard until `now` (the machine slept): what is held is held for its whole length again."""
+        self.now = max(self.now, now)
+        self.renew_all()
+
     def next_deadline(self) -> float | None:
         """When the next `Tick` has something to do, at the earliest."""
         lapse = self.admission.next_lapse()
@@ -115,7 +120,7 @@ class SchedulerState(JobTable):
             raise SpecError(refusal("lease_s", event.lease_s, "seconds with a holder, none without", "send both"))
         former = self.policies.get(spec.policy_key)
         if former is not None and former.closed is None:
-            if former.holder != event.holder:
+            if former.holder not in (None, event.holder):
                 raise Conflict(
                     refusal(
                         f"policy {spec.policy_key}",
@@ -125,6 +130,9 @@ class SchedulerState(JobTable):
                     )
                 )
             if former.spec == spec:
+                if former.holder != event.holder:  # nobody held it: now this flow run does
+                    former.holder, former.lease_s = event.holder, event.lease_s
+                    self._out.append(Write("policy", former.key, former.body()))
                 self._renew_policy(former)
                 return
             given, known = spec.model_dump(), former.spec.model_dump()
@@ -142,6 +150,8 @@ class SchedulerState(JobTable):
     def _close(self, event: ClosePolicy) -> list[str]:
         policy = self.policy(event.policy_key)
         _checked_reason(event.reason)
+        if event.holder is not None and policy.holder != event.holder:
+            return []  # it was closed before, and the key is another workload's now
         return self._close_policy(policy, event.reason)
 
     def _keep(self, event: KeepPolicy) -> None:
@@ -153,6 +163,10 @@ class SchedulerState(JobTable):
 
     def _reserve(self, event: Reserve) -> dict[str, Any]:
         policy = self.policy(event.policy_key)
+        if policy.holder is not None and policy.closed is None and event.flow_run_id != policy.holder:
+            raise LeaseLost(
+                refusal(f"policy {policy.key} flow_run_id", event.flow_run_id, policy.holder, "end the workload")
+            )
         metadata = _checked_metadata(event.metadata)
         # Who asks (flow_run_id) is not part of what is asked: a flow that was restarted repeats its request.
         contents = {**vars(event), "metadata": metadata, "now": None, "flow_run_id": None}

@@ -64,7 +64,12 @@ class TrainingScheduler(SchedulerShell):
     """
 
     async def ping(self) -> str:
-        """Answer "ok"; the event loop is alive."""
+        """Answer "ok": the event loop is alive, and the journal can be written.
+
+        Raises:
+            ServiceUnavailable: after a failed write; the platform then makes a new actor from the same journal.
+        """
+        self._commits.check()
         return "ok"
 
     # Policies.
@@ -90,14 +95,17 @@ class TrainingScheduler(SchedulerShell):
         return KeepPolicy(self._now(), policy_key, holder)
 
     @_verb
-    def close_policy(self, policy_key: str, reason: str) -> Event:
-        """Drop all its unfinished jobs ("cancelled: <reason>") and admit none any more; returns the dropped job ids."""
-        return ClosePolicy(self._now(), policy_key, reason)
+    def close_policy(self, policy_key: str, reason: str, holder: str | None = None) -> Event:
+        """Drop all its unfinished jobs ("cancelled: <reason>") and admit none any more; returns the dropped job ids.
+
+        With a `holder` only what that flow run holds is closed, not what another one registered under the key since.
+        """
+        return ClosePolicy(self._now(), policy_key, reason, holder)
 
     async def wait_policy_idle(self, policy_key: str, timeout_s: float) -> dict[str, Any]:
         """Wait until nothing unfinished is left and the target is met or the policy is closed; see `idle_report`.
 
-        After `timeout_s` it returns too, with `idle` False.
+        After `timeout_s` it returns too, with `idle` False. The report names the holder.
         """
         policy = self._state.policy(policy_key)
         await self._until(

@@ -6,6 +6,7 @@ POSIX file systems only; an object store has no rename and needs a commit marker
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -83,10 +84,18 @@ def sweep(parent: Path, older_than_s: float = 0.0) -> int:
     """
     before = time.time() - older_than_s
     entries = list((parent / WRITING).glob("*")) if (parent / WRITING).is_dir() else []
-    left = [folder for folder in entries if folder.stat().st_mtime <= before]
+    left = [folder for folder in entries if older_than_s == 0 or _modified(folder) <= before]
     for folder in left:
         shutil.rmtree(folder, ignore_errors=True)
     return len(left)
+
+
+def _modified(folder: Path) -> float:
+    """When the folder was last added to; for ever from now on if it is gone, since its writer has just renamed it."""
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def write_synced(path: Path, content: bytes) -> None:

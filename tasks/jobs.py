@@ -13,7 +13,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.algorithm import PpoSpec, SftSpec
-from configs.errors import JoyNexusError, LeaseLost, ServiceUnavailable
+from configs.errors import Conflict, JoyNexusError, LeaseLost, ServiceUnavailable
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
 from storage.sample_order import sample_indices
@@ -34,16 +34,14 @@ async def renewed_lease(platform: Platform, job: dict[str, Any]) -> AsyncIterato
     lease_s = platform.cluster.lease_s
 
     async def renew() -> None:
-        scheduler = await platform.scheduler()
         while True:
             await asyncio.sleep(lease_s / 5)
             try:
+                scheduler = await platform.scheduler()
                 await scheduler.renew(job["job_id"], job["lease_token"], lease_s)
             except ServiceUnavailable as error:  # the next one may still be in time
                 logger.warning("%s", error)
                 platform.forget()
-                with contextlib.suppress(ServiceUnavailable):
-                    scheduler = await platform.scheduler()
 
     renewing = asyncio.create_task(renew())
     try:
@@ -113,11 +111,14 @@ async def carried_out(platform: Platform, job: dict[str, Any]) -> AsyncIterator[
 
 
 async def _fail(platform: Platform, job: dict[str, Any], error: BaseException) -> None:
-    """Clear the partition, keep the descriptor as failed with the reason."""
-    await clear_partition(platform, job["partition_id"])
+    """Keep the descriptor as failed with the reason, clear the partition; neither if the job is another's now."""
     scheduler = await platform.scheduler()
-    with contextlib.suppress(LeaseLost):
+    try:
         await scheduler.fail(job["job_id"], f"{type(error).__name__}: {error}"[:_REASON], job.get("lease_token"))
+    except (LeaseLost, Conflict) as gone:
+        logger.info("%s", gone)
+        return
+    await clear_partition(platform, job["partition_id"])
 
 
 @task(task_run_name="rollout {job[job_id]}", cache_policy=NO_CACHE)
@@ -129,13 +130,26 @@ async def rollout(platform: Platform, tenant: OpenedTenant, job: dict[str, Any])
     algorithm = tenant.backend.algorithm
     assert isinstance(algorithm, PpoSpec)
     state = "needs_actor_forward" if algorithm.actor_forward else "needs_advantages"
-    await scheduler.mark(job["job_id"], state, metadata={"rollout_summary": summary})
-    metrics = await platform.metrics()
+    try:
+        await scheduler.mark(job["job_id"], state, metadata={"rollout_summary": summary})
+    except (Conflict, LeaseLost) as gone:  # dropped meanwhile, by a person or with its policy
+        logger.warning("%s", gone)
+        await clear_partition(platform, job["partition_id"])
+        return summary
     curves = {
         f"rollout/{k}": float(summary[k]) for k in ("success_rate", "mean_return", "episodes", "valid_transitions")
     }
-    await metrics.log(tenant.mlflow_run, curves, step=int(job["metadata"]["rollout"]))
+    await _log_curves(platform, tenant.mlflow_run, curves, int(job["metadata"]["rollout"]))
     return summary
+
+
+async def _log_curves(platform: Platform, run: str, curves: dict[str, float], step: int) -> None:
+    """Learning curves; what they tell of is done whether or not they can be written."""
+    try:
+        metrics = await platform.metrics()
+        await metrics.log(run, curves, step=step)
+    except JoyNexusError as error:  # the workload was closed meanwhile, or the service is being restarted
+        logger.warning("learning curves of run %s at step %d were not written: %s", run, step, error)
 
 
 @task(task_run_name="demonstrations {job[job_id]}", cache_policy=NO_CACHE)
@@ -146,7 +160,11 @@ async def build_sft_batch(
     async with carried_out(platform, job):
         await asyncio.to_thread(_put_demonstrations, platform, tenant, dataset, job)
     scheduler = await platform.scheduler()
-    await scheduler.mark(job["job_id"], "ready")
+    try:
+        await scheduler.mark(job["job_id"], "ready")
+    except (Conflict, LeaseLost) as gone:  # dropped meanwhile, by a person or with its policy
+        logger.warning("%s", gone)
+        await clear_partition(platform, job["partition_id"])
 
 
 def _put_demonstrations(platform: Platform, tenant: OpenedTenant, dataset: LeRobotDataset, job: dict[str, Any]) -> None:
@@ -203,7 +221,9 @@ async def train_job(platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
         if job["task_type"] == "rl":
             await training.publish(job["tenant_id"])
     # Before the job completes: with the last one the workload ends, and its run takes no more points.
-    await _log_update(platform, job, result)
+    curves = {f"train/{k}": float(v) for k, v in result["metrics"].items()}
+    curves["train/policy_version"] = float(result["version"])
+    await _log_curves(platform, job["metadata"]["mlflow_run"], curves, int(result["version"]))
     await clear_partition(platform, job["partition_id"])
     metadata = {k: result[k] for k in ("version", "optimizer_steps", "metrics", "seconds")}
     scheduler = await platform.scheduler()
@@ -211,17 +231,6 @@ async def train_job(platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
     if result["register"]:
         await training.register_adapter(job["tenant_id"], job["policy_key"], job["job_id"])
     return result
-
-
-async def _log_update(platform: Platform, job: dict[str, Any], result: dict[str, Any]) -> None:
-    """The update's learning curves; the job is trained whether or not they can be written."""
-    curves = {f"train/{k}": float(v) for k, v in result["metrics"].items()}
-    curves["train/policy_version"] = float(result["version"])
-    try:
-        metrics = await platform.metrics()
-        await metrics.log(job["metadata"]["mlflow_run"], curves, step=int(result["version"]))
-    except JoyNexusError as error:  # the workload was closed meanwhile, or the service is being restarted
-        logger.warning("%s: its learning curves were not written: %s", job["job_id"], error)
 
 
 async def drop_if_stale(platform: Platform, job: dict[str, Any]) -> bool:

@@ -67,28 +67,37 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
     # First of all: it refuses a second workload of this policy before the first one's slots are touched.
     await scheduler.register_policy(backend.scheduler_policy(), holder=run_id, lease_s=platform.cluster.lease_s)
     try:
-        await _refuse_fresh_beside_another(scheduler, workload, backend.policy_key)
-        folder = platform.home.tenant(workload.tenant.name) / "workloads" / run_id
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "workload.yaml").write_text(yaml.safe_dump(workload.model_dump(mode="json"), sort_keys=False))
-        write_json(folder / "backend.json", backend.model_dump(mode="json"))
-        fresh = workload.start == "fresh"
-        config = backend.model_dump(mode="json")
-        training, inference, metrics = await platform.training(), await platform.inference(), await platform.metrics()
-        slot = await training.open_slot(config, str(folder), fresh=fresh)
-        await inference.open_policy(config["policy"], fresh=fresh)
-        if slot["version"] > 0:
-            await training.publish(workload.tenant.name)
-        parameters = {
-            "base_model": workload.base_model,
-            "action_module": workload.action_module.kind,
-            "schema_signature": backend.policy.schema_signature,
-            **{f"algorithm.{k}": v for k, v in workload.algorithm.model_dump(mode="json").items() if k != "optimizer"},
-            **{f"optimizer.{k}": v for k, v in workload.algorithm.optimizer.model_dump(mode="json").items()},
-        }
-        run = await metrics.open_run(workload.tenant.name, workload.task, parameters, request_id=run_id)
+        async with kept_policy(platform, backend.policy_key, run_id):
+            await _refuse_fresh_beside_another(scheduler, workload, backend.policy_key)
+            folder = platform.home.tenant(workload.tenant.name) / "workloads" / run_id
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "workload.yaml").write_text(yaml.safe_dump(workload.model_dump(mode="json"), sort_keys=False))
+            write_json(folder / "backend.json", backend.model_dump(mode="json"))
+            fresh = workload.start == "fresh"
+            config = backend.model_dump(mode="json")
+            training, inference, metrics = (
+                await platform.training(),
+                await platform.inference(),
+                await platform.metrics(),
+            )
+            slot = await training.open_slot(config, str(folder), fresh=fresh)
+            await inference.open_policy(config["policy"], fresh=fresh)
+            if slot["version"] > 0:
+                await training.publish(workload.tenant.name)
+            parameters = {
+                "base_model": workload.base_model,
+                "action_module": workload.action_module.kind,
+                "schema_signature": backend.policy.schema_signature,
+                **{
+                    f"algorithm.{k}": v
+                    for k, v in workload.algorithm.model_dump(mode="json").items()
+                    if k != "optimizer"
+                },
+                **{f"optimizer.{k}": v for k, v in workload.algorithm.optimizer.model_dump(mode="json").items()},
+            }
+            run = await metrics.open_run(workload.tenant.name, workload.task, parameters, request_id=run_id)
     except BaseException:
-        await scheduler.close_policy(backend.policy_key, "the workload could not be opened")
+        await scheduler.close_policy(backend.policy_key, "the workload could not be opened", run_id)
         raise
     return OpenedTenant(backend, folder, run)
 
@@ -112,7 +121,7 @@ async def _refuse_fresh_beside_another(scheduler: Service, workload: WorkloadSpe
 
 
 @asynccontextmanager
-async def kept_policy(platform: Platform, tenant: OpenedTenant, run_id: str) -> AsyncIterator[None]:
+async def kept_policy(platform: Platform, policy_key: str, run_id: str) -> AsyncIterator[None]:
     """Give the scheduler a sign at a fifth of the lease's duration while the block runs.
 
     Without it (this process was killed) the scheduler closes the policy. A lost lease ends the signs; whoever waits
@@ -123,7 +132,7 @@ async def kept_policy(platform: Platform, tenant: OpenedTenant, run_id: str) -> 
         while True:
             await asyncio.sleep(platform.cluster.lease_s / 5)
             try:
-                await (await platform.scheduler()).keep_policy(tenant.backend.policy_key, run_id)
+                await (await platform.scheduler()).keep_policy(policy_key, run_id)
             except ServiceUnavailable as error:
                 logger.warning("%s", error)
                 platform.forget()
@@ -167,10 +176,10 @@ async def close_tenant(platform: Platform, name: str) -> list[str]:
     return dropped
 
 
-async def _close_policy(platform: Platform, policy_key: str, reason: str) -> list[str]:
+async def _close_policy(platform: Platform, policy_key: str, reason: str, holder: str | None = None) -> list[str]:
     """Drop what is left of a policy's jobs and clear their partitions."""
     scheduler = await platform.scheduler()
-    dropped: list[str] = await scheduler.close_policy(policy_key, reason)
+    dropped: list[str] = await scheduler.close_policy(policy_key, reason, holder)
     store = PartitionStore(platform.home.partitions)
     for job_id in dropped:
         job = await scheduler.job(job_id)
@@ -179,9 +188,12 @@ async def _close_policy(platform: Platform, policy_key: str, reason: str) -> lis
 
 
 @task(task_run_name="close workload of {tenant.name}", cache_policy=NO_CACHE)
-async def close_workload(platform: Platform, tenant: OpenedTenant, reason: str, status: str) -> list[str]:
-    """End a workload: whatever is left of its jobs is dropped and their partitions cleared; the slot keeps serving."""
+async def close_workload(platform: Platform, tenant: OpenedTenant, run_id: str, reason: str, status: str) -> list[str]:
+    """End a workload: whatever is left of its jobs is dropped and their partitions cleared; the slot keeps serving.
+
+    What another run registered under the same policy since is not touched.
+    """
+    dropped = await _close_policy(platform, tenant.backend.policy_key, reason, run_id)
     metrics = await platform.metrics()
-    dropped = await _close_policy(platform, tenant.backend.policy_key, reason)
     await metrics.close_run(tenant.mlflow_run, status)
     return dropped

@@ -64,8 +64,9 @@ async def pids(svc):
 async def gone(pid):
     """Wait until the process has ended (a bounded poll: nobody tells us about another's child)."""
     async with asyncio.timeout(20):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.02)
 
 
 def test_hosts_side_by_side_give_what_one_host_gives():

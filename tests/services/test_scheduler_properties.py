@@ -61,6 +61,11 @@ keys = st.sampled_from(sorted(POLICIES))
 Hands = tuple[str, int]  # (job_id, lease_token) as a holder was told
 
 
+def producer(key: str) -> str | None:
+    """The flow run that reserves."""
+    return "f" if key == LEASED_POLICY else None
+
+
 class SchedulerHistory(RuleBasedStateMachine):
     """One random history."""
 
@@ -130,7 +135,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     @rule(key=keys)
     def produce(self, key: str) -> None:
         """A producer as it should be: reserve, fill, mark."""
-        reply = self.do(Reserve(self.now, None, key, 1, 0, 3, {}, "rollout", "actor", None))
+        reply = self.do(Reserve(self.now, None, key, 1, 0, 3, {}, "rollout", "actor", producer(key)))
         if reply["job"] is not None:
             job_id = reply["job"]["job_id"]
             self.known[job_id] = key
@@ -168,8 +173,11 @@ class SchedulerHistory(RuleBasedStateMachine):
             self.policy_expiry = self.now + POLICY_LEASE_S
         if fresh:
             self.completed[key] = 0
-        else:
+        elif leased:
             assert isinstance(self.do(RegisterPolicy(self.now, policy, "another", 5.0)), Conflict)
+            assert self.do(ClosePolicy(self.now, key, "mine is over", "another")) == []
+            stranger = Reserve(self.now, None, key, 1, 0, 3, {}, "rollout", "actor", "another")
+            assert isinstance(self.do(stranger), LeaseLost)
 
     @rule(holder=st.sampled_from(["f", "f", "another"]))
     def keep(self, holder: str) -> None:
@@ -185,7 +193,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     def reserve(self, key: str, request: str | None, size: int) -> None:
         """With or without an id; an id gives the same job or a conflict, whatever the bounds say now."""
         seen = self.requests.get(f"{request}")
-        reply = self.do(Reserve(self.now, request, key, size, 0, 3, {}, "rollout", "actor", None))
+        reply = self.do(Reserve(self.now, request, key, size, 0, 3, {}, "rollout", "actor", producer(key)))
         if seen is not None and seen in self.known:
             job = self.state.jobs[seen]
             same = (job.policy_key, job.sample_count) == (key, size)
@@ -203,7 +211,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     def await_admission(self, key: str, seconds: float) -> None:
         """Told to come now means that a reservation is admitted now, or never."""
         if self.do(AwaitAdmission(self.now, key, self.now + seconds)):
-            reply = self.do(Reserve(self.now, None, key, 1, 0, 3, {}, "rollout", "actor", None))
+            reply = self.do(Reserve(self.now, None, key, 1, 0, 3, {}, "rollout", "actor", producer(key)))
             assert reply["job"] is not None or reply["final"]
             if reply["job"] is not None:
                 self.known[reply["job"]["job_id"]] = key
@@ -365,14 +373,25 @@ class SchedulerHistory(RuleBasedStateMachine):
         for job_id in old:
             del self.known[job_id], self.ended[job_id]
 
+    def leases_are_whole_again(self) -> None:
+        self.held = {job_id: (token, self.now + LEASE_S) for job_id, (token, _) in self.held.items()}
+        if self.policy_expiry is not None:
+            self.policy_expiry = self.now + POLICY_LEASE_S
+
+    @rule()
+    def oversleep(self) -> None:
+        """An hour in which nobody could be heard takes nothing from anybody."""
+        self.now += 3600.0
+        self.state.overslept(self.now)
+        self.leases_are_whole_again()
+        self.do(Tick(self.now))
+
     @rule()
     def restart(self) -> None:
         """From what was written alone: the same jobs, counts and order; held leases last their whole length again."""
         old, self.state = self.state, self.disk.restored(MAX_ACTIVE_ROLLOUTS, self.now)
         self.state.validate()
-        self.held = {job_id: (token, self.now + LEASE_S) for job_id, (token, _) in self.held.items()}
-        if self.policy_expiry is not None:
-            self.policy_expiry = self.now + POLICY_LEASE_S
+        self.leases_are_whole_again()
         assert self.state.counts == old.counts
         assert list(self.state.jobs) == list(old.jobs)
         for job_id, job in self.state.jobs.items():

@@ -10,6 +10,7 @@ from configs.errors import Conflict, LeaseLost, SpecError, UnknownObject
 from services.scheduler_admission import TURN_S
 from services.scheduler_events import (
     AwaitAdmission,
+    ClosePolicy,
     Complete,
     DropIfStale,
     Fail,
@@ -343,7 +344,7 @@ def test_a_policy_whose_flow_run_is_gone_is_closed(bench: Bench) -> None:
     """Registered at 1000 for 60 s, kept at 1050, so it ends at 1110: its jobs are dropped, the others' are not."""
     policy = {**bench.state.policies["push.rl"].spec.model_dump(), "policy_key": "left.rl", "tenant_id": "left"}
     bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
-    reserved, others = bench.reserve("left.rl"), bench.reserve("push.rl")
+    reserved, others = bench.reserve("left.rl", flow_run_id="run-1"), bench.reserve("push.rl")
     bench.wait(50)
     bench.do(KeepPolicy(bench.now, "left.rl", "run-1"))
     bench.wait(59.5)
@@ -379,6 +380,46 @@ def test_two_flow_runs_of_one_policy_are_not_mixed(bench: Bench) -> None:
     assert isinstance(bench.refused(RegisterPolicy(bench.now, policy, "run-1", None)), SpecError)
     bench.wait(1)
     assert bench.state.policies["twice.rl"].closed is not None
+
+
+def test_a_run_that_lost_its_policy_neither_feeds_nor_closes_its_successor(bench: Bench) -> None:
+    """Run 1 was closed by hand, run 2 registered the same policy: run 1's close does nothing, its reservation fails."""
+    policy = {**bench.state.policies["push.rl"].spec.model_dump(), "policy_key": "next.rl", "tenant_id": "next"}
+    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    bench.close("next.rl")
+    bench.do(RegisterPolicy(bench.now, policy, "run-2", 60.0))
+    job_id = bench.reserve("next.rl", flow_run_id="run-2")
+    with pytest.raises(LeaseLost, match="got 'run-1'; possible: run-2"):
+        bench.reserve("next.rl", flow_run_id="run-1")
+    assert bench.do(ClosePolicy(bench.now, "next.rl", "the workload failed", "run-1")) == []
+    assert bench.state.jobs[job_id].state == "reserved"
+    assert bench.do(ClosePolicy(bench.now, "next.rl", "the workload failed", "run-2")) == [job_id]
+
+
+def test_a_policy_that_nobody_held_can_be_taken_up(bench: Bench) -> None:
+    """As those of a journal from before policies had leases."""
+    spec = bench.state.policies["push.rl"].spec.model_dump()
+    bench.do(RegisterPolicy(bench.now, spec, "run-1", 60.0))
+    bench.restart()
+    assert bench.state.policies["push.rl"].holder == "run-1"
+    bench.wait(60)
+    assert bench.state.policies["push.rl"].closed is not None
+
+
+def test_time_in_which_nobody_was_heard_costs_no_lease(bench: Bench) -> None:
+    """A machine that slept from 1000 to 4600: job and policy are held for their whole length from then."""
+    policy = {**bench.state.policies["push.rl"].spec.model_dump(), "policy_key": "slept.rl", "tenant_id": "slept"}
+    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    bench.ready("demos.sft")
+    leased = bench.lease(lease_s=60.0)
+    bench.now = 4600.0
+    bench.state.overslept(bench.now)
+    bench.state.validate()
+    bench.wait(59)
+    assert bench.state.policies["slept.rl"].closed is None
+    assert bench.do(Renew(bench.now, leased["job_id"], leased["lease_token"], 60.0))["state"] == "leased"
+    bench.wait(1)
+    assert bench.state.policies["slept.rl"].closed is not None
 
 
 def test_an_unknown_policy_lists_the_known(bench: Bench) -> None:

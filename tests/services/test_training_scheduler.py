@@ -184,7 +184,7 @@ def test_a_waiter_is_woken_by_the_event(tmp_path: Path) -> None:
         leased = (await actor.lease_next("actor", ["vla"], "trainer", 60))["job"]
         assert not idle.done()
         await actor.complete(leased["job_id"], leased["lease_token"], {})
-        report = {"completed": 1, "failed": 0, "dropped": 0, "open": 0, "closed": None, "idle": True}
+        report = {"completed": 1, "failed": 0, "dropped": 0, "open": 0, "closed": None, "holder": None, "idle": True}
         assert await idle == report
         assert not (await actor.wait_policy_idle("push.rl", 0))["idle"]
 

@@ -54,6 +54,7 @@ def _workload(environment: str, num_envs: int, steps: int, jobs: int, name: str,
         update={
             "tenant": workload.tenant.model_copy(update={"name": name}),
             "algorithm": algorithm,
+            "start": "continue",  # the job that holds the turn is of the same tenant, whose slot must not be replaced
             "evaluation": None,
             "limits": workload.limits.model_copy(update={"max_in_flight_jobs": in_flight}),
             "outputs": workload.outputs.model_copy(update={"register_adapter": False}),
@@ -93,9 +94,11 @@ async def _rate(scheduler: lookup.Service, job: dict[str, Any]) -> float:
     return float(job["sample_count"] / (moves["needs_advantages"] - moves["reserved"]))
 
 
-async def _rollout_of(scheduler: lookup.Service, policy_key: str) -> tuple[str, float]:
+async def _rollout_of(api: PrefectApi, run: str, scheduler: lookup.Service, policy_key: str) -> tuple[str, float]:
     """The newest job's id and rate, once its partition is whole and what comes after the rollout is done too."""
     while True:
+        if (state := await api.run(run))["state_type"] in TERMINAL_STATES:
+            raise RuntimeError(f"the workload's flow run ended {state['state_type']}: {state['state']['message']}")
         with contextlib.suppress(UnknownObject):  # the flow has not registered it yet
             for job in await scheduler.jobs(policy_key=policy_key, states=["ready"], limit=1):
                 return job["job_id"], await _rate(scheduler, job)
@@ -113,7 +116,7 @@ async def _in_turns(
         async with _turn_held(scheduler, workload.tenant.name):
             run = await api.start("rl", {"workload": workload.model_dump(mode="json")}, name=workload.tenant.name)
             for _ in range(rounds + 1):
-                job_id, rate = await asyncio.wait_for(_rollout_of(scheduler, workload.policy_key), _HELD_S)
+                job_id, rate = await asyncio.wait_for(_rollout_of(api, run, scheduler, workload.policy_key), _HELD_S)
                 ours.append(rate)
                 plain.append(bare.run(workload.algorithm.rollout_steps))
                 await scheduler.drop(job_id, "its rollout is timed")

@@ -105,6 +105,13 @@ async def _rollout_of(api: PrefectApi, run: str, scheduler: lookup.Service, poli
         await asyncio.sleep(0.2)
 
 
+async def _ended(api: PrefectApi, run: str) -> str:
+    """The state in which the flow run has ended."""
+    while (state := str((await api.run(run))["state_type"])) not in TERMINAL_STATES:
+        await asyncio.sleep(0.5)
+    return state
+
+
 async def _in_turns(
     addresses: PlatformAddresses, workload: WorkloadSpec, bare: PlainCollection, rounds: int
 ) -> tuple[list[float], list[float]]:
@@ -121,8 +128,7 @@ async def _in_turns(
                 plain.append(bare.run(workload.algorithm.rollout_steps))
                 await scheduler.drop(job_id, "its rollout is timed")
             await api.cancel(run)
-            while (await api.run(run))["state_type"] not in TERMINAL_STATES:
-                await asyncio.sleep(0.5)
+            await _ended(api, run)
     return ours[1:], plain
 
 
@@ -131,8 +137,7 @@ async def _while_training(addresses: PlatformAddresses, workload: WorkloadSpec) 
     async with PrefectApi(addresses.prefect_api_url) as api, await lookup.connect(addresses.dask_scheduler) as client:
         scheduler = await lookup.service(lookup.SCHEDULER, client)
         run = await api.start("rl", {"workload": workload.model_dump(mode="json")}, name=workload.tenant.name)
-        while (state := (await api.run(run))["state_type"]) not in TERMINAL_STATES:
-            await asyncio.sleep(0.5)
+        state = await _ended(api, run)
         if state != "COMPLETED":
             raise RuntimeError(f"the workload's flow run ended {state}; see the logs under the home's logs")
         return [await _rate(scheduler, job) for job in (await scheduler.jobs(policy_key=workload.policy_key))[1:]]

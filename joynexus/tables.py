@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from configs.errors import JoyNexusError, UnknownObject, refusal
+from configs.errors import JoyNexusError
 from configs.home import Home
 from configs.platform import addresses, read_state
 from configs.requests import PretrainRequest
@@ -156,26 +156,11 @@ def close_tenant(home: Home, name: str) -> int:
     Raises:
         UnknownObject: if it has nothing there (any more).
     """
-    from tasks.connection import Platform, platform_connection
+    from tasks.connection import platform_connection
     from tasks.tenants import close_tenant
-
-    async def open_tenants(platform: Platform) -> set[str]:
-        scheduler, training = await platform.scheduler(), await platform.training()
-        inference = await platform.inference()
-        policies = (await scheduler.snapshot())["policies"].values()
-        return {
-            # The scheduler remembers policies that were closed.
-            *(policy["tenant_id"] for policy in policies if policy["closed"] is None),
-            *(await training.versions()),
-            *(await inference.status())["tenants"],
-        }
 
     async def close() -> list[str]:
         async with platform_connection(home) as platform:
-            if name not in (known := await open_tenants(platform)):
-                raise UnknownObject(
-                    refusal("tenant", name, ", ".join(sorted(known)) or "none is open", "see `joynexus tenants`")
-                )
             return await close_tenant(platform, name)
 
     dropped = asyncio.run(close())

@@ -96,7 +96,6 @@ class JobTable:
                 lease_s=body.get("lease_s"),
                 pruned=dict(body["pruned"]),
             )
-            self._renew_policy(policy)
             for state, pruned in policy.pruned.items():
                 policy.counts[state] += pruned
             self.policies[key] = policy
@@ -110,13 +109,11 @@ class JobTable:
                 ready.append(job)
             elif job.state in TERMINAL:
                 ended.append(job)
-            elif job.lease_token is not None and job.lease_s is not None:
-                job.lease_expires_at = now + job.lease_s
-                heapq.heappush(self._expiries, (job.lease_expires_at, job.job_id, job.lease_token))
-                if job.lease_request_id is not None:
-                    self.lease_requests[job.lease_request_id] = job.job_id
+            elif job.lease_request_id is not None:
+                self.lease_requests[job.lease_request_id] = job.job_id
             if job.train_seq is not None and job.state not in TERMINAL:
                 self.ready.take_turn(job)
+        self.renew_all()
         for job in ready:  # after all turns are known
             self.ready.push(job)
         self._ended.extend(job.job_id for job in sorted(ended, key=lambda job: (job.ended_at, job.created_seq)))
@@ -173,9 +170,14 @@ class JobTable:
         for policy in self.policies.values():
             self._renew_policy(policy)
             for job in map(self.jobs.__getitem__, policy.open):
-                if job.lease_token is not None and job.lease_s is not None:
-                    job.lease_expires_at = self.now + job.lease_s
-                    heapq.heappush(self._expiries, (job.lease_expires_at, job.job_id, job.lease_token))
+                if job.lease_s is not None:
+                    self._hold(job, job.lease_s)
+
+    def _hold(self, job: Job, lease_s: float) -> None:
+        """Its lease lasts `lease_s` from now."""
+        assert job.lease_token is not None
+        job.lease_s, job.lease_expires_at = lease_s, self.now + lease_s
+        heapq.heappush(self._expiries, (job.lease_expires_at, job.job_id, job.lease_token))
 
     def _renew_policy(self, policy: Policy) -> None:
         """Its lease lasts its whole length from now."""

@@ -8,16 +8,13 @@ refused.
 
 from __future__ import annotations
 
-import hashlib
-import heapq
 from collections.abc import Callable
 from typing import Any, cast
-
-import orjson
 
 from configs.errors import Conflict, JoyNexusError, LeaseLost, SpecError, refusal
 from configs.spec import parse
 from services.scheduler_admission import TURN_S
+from services.scheduler_checks import check_plain, checked_lease, checked_metadata, checked_reason, digest
 from services.scheduler_events import (
     AwaitAdmission,
     ClosePolicy,
@@ -82,7 +79,7 @@ class SchedulerState(JobTable):
         self._run_out()
         reply, error = None, None
         try:
-            _check_plain(event)
+            check_plain(event)
             reply = _HANDLERS[type(event)](self, event)
         except JoyNexusError as refused:
             error = refused
@@ -115,7 +112,7 @@ class SchedulerState(JobTable):
     def _register(self, event: RegisterPolicy) -> None:
         spec = parse(PolicySpec, event.policy, where="policy")
         if event.lease_s is not None:
-            _checked_lease(event.lease_s)
+            checked_lease(event.lease_s)
         if (event.lease_s is None) != (event.holder is None):
             raise SpecError(refusal("lease_s", event.lease_s, "seconds with a holder, none without", "send both"))
         former = self.policies.get(spec.policy_key)
@@ -149,7 +146,7 @@ class SchedulerState(JobTable):
 
     def _close(self, event: ClosePolicy) -> list[str]:
         policy = self.policy(event.policy_key)
-        _checked_reason(event.reason)
+        checked_reason(event.reason)
         if event.holder is not None and policy.holder != event.holder:
             return []  # it was closed before, and the key is another workload's now
         return self._close_policy(policy, event.reason)
@@ -167,10 +164,10 @@ class SchedulerState(JobTable):
             raise LeaseLost(
                 refusal(f"policy {policy.key} flow_run_id", event.flow_run_id, policy.holder, "end the workload")
             )
-        metadata = _checked_metadata(event.metadata)
+        metadata = checked_metadata(event.metadata)
         # Who asks (flow_run_id) is not part of what is asked: a flow that was restarted repeats its request.
         contents = {**vars(event), "metadata": metadata, "now": None, "flow_run_id": None}
-        contents_digest = _digest(contents) if event.request_id is not None else None
+        contents_digest = digest(contents) if event.request_id is not None else None
         if event.request_id is not None and event.request_id in self.requests:
             job = self.jobs[self.requests[event.request_id]]
             if job.request_digest != contents_digest:
@@ -235,7 +232,7 @@ class SchedulerState(JobTable):
 
     def _mark(self, event: Mark) -> dict[str, Any]:
         job = self.job(event.job_id)
-        metadata = _checked_metadata(event.metadata)
+        metadata = checked_metadata(event.metadata)
         if self._repeated(job, event.state, event.lease_token, metadata):
             return job.describe()
         self._check_hands(job, event.lease_token)
@@ -248,7 +245,7 @@ class SchedulerState(JobTable):
             raise SpecError(
                 refusal("state→leased_state", f"{event.state}→{event.leased_state}", possible, "choose one")
             )
-        _checked_lease(event.lease_s)
+        checked_lease(event.lease_s)
         if event.request_id is not None and event.request_id in self.lease_requests:
             job = self.jobs[self.lease_requests[event.request_id]]
             if (job.state, job.lease_holder) != (event.leased_state, event.holder):
@@ -267,11 +264,11 @@ class SchedulerState(JobTable):
         job = self.jobs[found]
         job.attempts += 1
         job.lease_token = self._next("lease_token")
-        job.lease_holder, job.lease_s, job.lease_expires_at = event.holder, event.lease_s, self.now + event.lease_s
+        job.lease_holder = event.holder
         if event.request_id is not None:
             job.lease_request_id = event.request_id
             self.lease_requests[event.request_id] = job.job_id
-        heapq.heappush(self._expiries, (job.lease_expires_at, job.job_id, job.lease_token))
+        self._hold(job, event.lease_s)
         self._move(job, event.leased_state, "lease")
         return {"job": job.describe()}
 
@@ -285,11 +282,10 @@ class SchedulerState(JobTable):
 
     def _renew(self, event: Renew) -> dict[str, Any]:
         job = self.job(event.job_id)
-        _checked_lease(event.lease_s)
+        checked_lease(event.lease_s)
         self._check_held(job, event.lease_token)
         # Not journalled: after a restart every lease that was held gets its whole length again.
-        job.lease_s, job.lease_expires_at = event.lease_s, self.now + event.lease_s
-        heapq.heappush(self._expiries, (job.lease_expires_at, job.job_id, event.lease_token))
+        self._hold(job, event.lease_s)
         return job.describe()
 
     def _release(self, event: Release) -> dict[str, Any]:
@@ -300,7 +296,7 @@ class SchedulerState(JobTable):
 
     def _complete(self, event: Complete) -> dict[str, Any]:
         job = self.job(event.job_id)
-        metadata = _checked_metadata(event.metadata)
+        metadata = checked_metadata(event.metadata)
         if self._repeated(job, COMPLETED, event.lease_token, metadata):
             return job.describe()
         self._check_held(job, event.lease_token)
@@ -309,7 +305,7 @@ class SchedulerState(JobTable):
 
     def _fail(self, event: Fail) -> dict[str, Any]:
         job = self.job(event.job_id)
-        _checked_reason(event.reason)
+        checked_reason(event.reason)
         if self._repeated(job, FAILED, event.lease_token, {}):
             return job.describe()
         self._check_hands(job, event.lease_token)
@@ -318,7 +314,7 @@ class SchedulerState(JobTable):
 
     def _drop(self, event: Drop) -> dict[str, Any]:
         job = self.job(event.job_id)
-        _checked_reason(event.reason)
+        checked_reason(event.reason)
         if self._repeated(job, DROPPED, event.lease_token, {}):
             return job.describe()
         if event.lease_token is not None:
@@ -358,45 +354,6 @@ class SchedulerState(JobTable):
             self._out.append(Forget(job.job_id, job.created_seq))
         self._out += [Write("policy", key, policy.body()) for key, policy in touched.items()]
         return pruned
-
-
-def _check_plain(event: Event) -> None:
-    """Refuse what could not be written down later, when it would be too late.
-
-    Raises:
-        SpecError: if a field is not plain JSON (an array's number, a lone surrogate, an integer over 64 bits).
-    """
-    try:
-        orjson.dumps(vars(event))
-    except TypeError as error:
-        raise SpecError(refusal(type(event).__name__, str(error), "plain JSON values", "convert them")) from None
-
-
-def _checked_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """A copy of `metadata` as the journal gives it back (NaN and infinity become null, tuples lists).
-
-    Raises:
-        SpecError: if it is no mapping.
-    """
-    if metadata is None:
-        return {}
-    if not isinstance(metadata, dict):
-        raise SpecError(refusal("metadata", type(metadata).__name__, "a mapping", "send one"))
-    return orjson.loads(orjson.dumps(metadata)) if metadata else {}
-
-
-def _digest(contents: dict[str, Any]) -> str:
-    return hashlib.sha256(orjson.dumps(contents, option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def _checked_lease(lease_s: float) -> None:
-    if not 0 < lease_s < float("inf"):
-        raise SpecError(refusal("lease_s", lease_s, "seconds above 0", "correct it"))
-
-
-def _checked_reason(reason: str) -> None:
-    if not reason:
-        raise SpecError(refusal("reason", reason, "a sentence", "say why"))
 
 
 _HANDLERS: dict[type[Event], Callable[[SchedulerState, Any], Any]] = {

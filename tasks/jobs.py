@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from prefect import task
@@ -18,6 +18,7 @@ from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
 from storage.sample_order import sample_indices
 from tasks.connection import Platform
+from tasks.leases import renewed
 from tasks.tenants import OpenedTenant
 
 logger = logging.getLogger(__name__)
@@ -25,31 +26,11 @@ DOMAIN = "vla"
 _REASON = 2000  # characters of a reason that a descriptor keeps
 
 
-@asynccontextmanager
-async def renewed_lease(platform: Platform, job: dict[str, Any]) -> AsyncIterator[None]:
-    """Renew the lease of `job` at a fifth of its duration while the block runs.
-
-    A lost lease is found by the next verb that carries its token; the block's result is then discarded there.
-    """
-    lease_s = platform.cluster.lease_s
-
-    async def renew() -> None:
-        while True:
-            await asyncio.sleep(lease_s / 5)
-            try:
-                scheduler = await platform.scheduler()
-                await scheduler.renew(job["job_id"], job["lease_token"], lease_s)
-            except ServiceUnavailable as error:  # the next one may still be in time
-                logger.warning("%s", error)
-                platform.forget()
-
-    renewing = asyncio.create_task(renew())
-    try:
-        yield
-    finally:
-        renewing.cancel()
-        with contextlib.suppress(asyncio.CancelledError, JoyNexusError):
-            await renewing
+def renewed_lease(platform: Platform, job: dict[str, Any]) -> AbstractAsyncContextManager[None]:
+    """Renew the lease of `job` while the block runs; a lost one is found by the next verb that carries its token."""
+    return renewed(
+        platform, lambda scheduler: scheduler.renew(job["job_id"], job["lease_token"], platform.cluster.lease_s)
+    )
 
 
 async def clear_partition(platform: Platform, partition_id: str) -> bool:
@@ -125,22 +106,30 @@ async def _fail(platform: Platform, job: dict[str, Any], error: BaseException) -
 async def rollout(platform: Platform, tenant: OpenedTenant, job: dict[str, Any]) -> dict[str, Any]:
     """Have the inference service collect the reserved job's partition; the job's next stage then waits for a worker."""
     async with carried_out(platform, job):
-        inference, scheduler = await platform.inference(), await platform.scheduler()
+        inference = await platform.inference()
         summary: dict[str, Any] = await inference.rollout(tenant.config, job)
     algorithm = tenant.backend.algorithm
     assert isinstance(algorithm, PpoSpec)
     state = "needs_actor_forward" if algorithm.actor_forward else "needs_advantages"
-    try:
-        await scheduler.mark(job["job_id"], state, metadata={"rollout_summary": summary})
-    except (Conflict, LeaseLost) as gone:  # dropped meanwhile, by a person or with its policy
-        logger.warning("%s", gone)
-        await clear_partition(platform, job["partition_id"])
+    if not await _hand_on(platform, job, state, {"rollout_summary": summary}):
         return summary
     curves = {
         f"rollout/{k}": float(summary[k]) for k in ("success_rate", "mean_return", "episodes", "valid_transitions")
     }
     await _log_curves(platform, tenant.mlflow_run, curves, int(job["metadata"]["rollout"]))
     return summary
+
+
+async def _hand_on(platform: Platform, job: dict[str, Any], state: str, metadata: dict[str, Any] | None = None) -> bool:
+    """The producer's part is done; False, its partition cleared, if the job was dropped meanwhile."""
+    scheduler = await platform.scheduler()
+    try:
+        await scheduler.mark(job["job_id"], state, metadata=metadata)
+    except (Conflict, LeaseLost) as gone:
+        logger.warning("%s", gone)
+        await clear_partition(platform, job["partition_id"])
+        return False
+    return True
 
 
 async def _log_curves(platform: Platform, run: str, curves: dict[str, float], step: int) -> None:
@@ -159,12 +148,7 @@ async def build_sft_batch(
     """Write the demonstration partition of a reserved job and mark it ready."""
     async with carried_out(platform, job):
         await asyncio.to_thread(_put_demonstrations, platform, tenant, dataset, job)
-    scheduler = await platform.scheduler()
-    try:
-        await scheduler.mark(job["job_id"], "ready")
-    except (Conflict, LeaseLost) as gone:  # dropped meanwhile, by a person or with its policy
-        logger.warning("%s", gone)
-        await clear_partition(platform, job["partition_id"])
+    await _hand_on(platform, job, "ready")
 
 
 def _put_demonstrations(platform: Platform, tenant: OpenedTenant, dataset: LeRobotDataset, job: dict[str, Any]) -> None:

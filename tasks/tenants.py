@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +15,13 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.backend import BackendConfig
-from configs.errors import Conflict, JoyNexusError, ServiceUnavailable, UnknownObject, refusal
+from configs.errors import Conflict, UnknownObject, refusal
 from configs.workload import WorkloadSpec
 from services.admission import admit
 from services.lookup import Service
 from storage.partitions import PartitionStore
 from tasks.connection import Platform
-
-logger = logging.getLogger(__name__)
+from tasks.leases import renewed
 
 
 @dataclass(frozen=True)
@@ -120,33 +116,9 @@ async def _refuse_fresh_beside_another(scheduler: Service, workload: WorkloadSpe
         )
 
 
-@asynccontextmanager
-async def kept_policy(platform: Platform, policy_key: str, run_id: str) -> AsyncIterator[None]:
-    """Give the scheduler a sign at a fifth of the lease's duration while the block runs.
-
-    Without it (this process was killed) the scheduler closes the policy. A lost lease ends the signs; whoever waits
-    for the policy sees that it is closed.
-    """
-
-    async def keep() -> None:
-        while True:
-            await asyncio.sleep(platform.cluster.lease_s / 5)
-            try:
-                await (await platform.scheduler()).keep_policy(policy_key, run_id)
-            except ServiceUnavailable as error:
-                logger.warning("%s", error)
-                platform.forget()
-            except JoyNexusError as error:
-                logger.warning("%s", error)
-                return
-
-    keeping = asyncio.create_task(keep())
-    try:
-        yield
-    finally:
-        keeping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeping
+def kept_policy(platform: Platform, policy_key: str, run_id: str) -> AbstractAsyncContextManager[None]:
+    """Give the scheduler signs while the block runs; without them (this process was killed) it closes the policy."""
+    return renewed(platform, lambda scheduler: scheduler.keep_policy(policy_key, run_id))
 
 
 async def close_tenant(platform: Platform, name: str) -> list[str]:
@@ -156,19 +128,23 @@ async def close_tenant(platform: Platform, name: str) -> list[str]:
         Ids of the jobs that were dropped.
 
     Raises:
-        UnknownObject: if no service knows the tenant.
+        UnknownObject: if it has nothing there (any more).
     """
     scheduler, training = await platform.scheduler(), await platform.training()
     inference, environments = await platform.inference(), await platform.environments()
+    # The scheduler remembers policies that were closed.
     policies = {
-        key: policy for key, policy in (await scheduler.snapshot())["policies"].items() if policy["tenant_id"] == name
+        key: policy["tenant_id"]
+        for key, policy in (await scheduler.snapshot())["policies"].items()
+        if policy["closed"] is None
     }
-    serving = (await inference.status())["tenants"]
-    if not policies and name not in serving:
-        known = ", ".join(sorted(serving)) or "none is open"
-        raise UnknownObject(refusal("tenant", name, known, "see `joynexus tenants`"))
+    known = {*policies.values(), *(await training.versions()), *(await inference.status())["tenants"]}
+    if name not in known:
+        raise UnknownObject(
+            refusal("tenant", name, ", ".join(sorted(known)) or "none is open", "see `joynexus tenants`")
+        )
     dropped: list[str] = []
-    for key in policies:
+    for key in (key for key, tenant in policies.items() if tenant == name):
         dropped += await _close_policy(platform, key, "the tenant was closed")
     await environments.close_tenant(name)
     await training.close_slot(name)

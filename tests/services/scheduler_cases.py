@@ -90,9 +90,15 @@ class Bench:
 
     def register(self, tenant: str = "push", task: str = "rl", **other: Any) -> str:
         """A policy with wide bounds unless said otherwise; returns its key."""
-        key = f"{tenant}.{task}"
+        self.do(self.registration(tenant, task, **other))
+        return f"{tenant}.{task}"
+
+    def registration(
+        self, tenant: str, task: str = "rl", holder: str | None = None, lease_s: float | None = None, **other: Any
+    ) -> RegisterPolicy:
+        """The event that `register` lets happen, for a flow run `holder` where one is named."""
         policy = {
-            "policy_key": key,
+            "policy_key": f"{tenant}.{task}",
             "tenant_id": tenant,
             "task_type": task,
             "domain": "vla",
@@ -101,8 +107,7 @@ class Bench:
             "completion_target": None,
             "max_active_rollouts": None,
         }
-        self.do(RegisterPolicy(self.now, policy | other))
-        return key
+        return RegisterPolicy(self.now, policy | other, holder, lease_s)
 
     def close(self, key: str = "push.rl", reason: str = "by hand") -> list[str]:
         """Close a policy."""

@@ -342,8 +342,7 @@ def test_a_policy_registered_after_its_close_starts_anew() -> None:
 
 def test_a_policy_whose_flow_run_is_gone_is_closed(bench: Bench) -> None:
     """Registered at 1000 for 60 s, kept at 1050, so it ends at 1110: its jobs are dropped, the others' are not."""
-    policy = {**bench.state.policies["push.rl"].spec.model_dump(), "policy_key": "left.rl", "tenant_id": "left"}
-    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    bench.do(bench.registration("left", holder="run-1", lease_s=60.0))
     reserved, others = bench.reserve("left.rl", flow_run_id="run-1"), bench.reserve("push.rl")
     bench.wait(50)
     bench.do(KeepPolicy(bench.now, "left.rl", "run-1"))
@@ -358,7 +357,7 @@ def test_a_policy_whose_flow_run_is_gone_is_closed(bench: Bench) -> None:
     error = bench.refused(KeepPolicy(bench.now, "left.rl", "run-1"))
     assert isinstance(error, LeaseLost)
     assert "gave no sign" in str(error)
-    bench.do(RegisterPolicy(bench.now, policy, "run-2", 60.0))  # the next workload of this policy
+    bench.do(bench.registration("left", holder="run-2", lease_s=60.0))  # the next workload of this policy
     bench.wait(61)
     bench.restart()
     assert bench.state.policies["left.rl"].closed is not None
@@ -366,28 +365,26 @@ def test_a_policy_whose_flow_run_is_gone_is_closed(bench: Bench) -> None:
 
 def test_two_flow_runs_of_one_policy_are_not_mixed(bench: Bench) -> None:
     """The same workload started twice: the second one hears whose it is; the first one's retry renews its lease."""
-    policy = {**bench.state.policies["push.rl"].spec.model_dump(), "policy_key": "twice.rl", "tenant_id": "twice"}
-    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    bench.do(bench.registration("twice", holder="run-1", lease_s=60.0))
     bench.wait(50)
-    error = bench.refused(RegisterPolicy(bench.now, policy, "run-2", 60.0))
+    error = bench.refused(bench.registration("twice", holder="run-2", lease_s=60.0))
     assert isinstance(error, Conflict)
     assert "flow run run-1" in str(error)
-    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    bench.do(bench.registration("twice", holder="run-1", lease_s=60.0))
     bench.restart()  # at 1050: the whole length again
     bench.wait(59)
     assert bench.state.policies["twice.rl"].closed is None
     assert isinstance(bench.refused(KeepPolicy(bench.now, "twice.rl", "run-2")), LeaseLost)
-    assert isinstance(bench.refused(RegisterPolicy(bench.now, policy, "run-1", None)), SpecError)
+    assert isinstance(bench.refused(bench.registration("twice", holder="run-1")), SpecError)
     bench.wait(1)
     assert bench.state.policies["twice.rl"].closed is not None
 
 
 def test_a_run_that_lost_its_policy_neither_feeds_nor_closes_its_successor(bench: Bench) -> None:
     """Run 1 was closed by hand, run 2 registered the same policy: run 1's close does nothing, its reservation fails."""
-    policy = {**bench.state.policies["push.rl"].spec.model_dump(), "policy_key": "next.rl", "tenant_id": "next"}
-    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    bench.do(bench.registration("next", holder="run-1", lease_s=60.0))
     bench.close("next.rl")
-    bench.do(RegisterPolicy(bench.now, policy, "run-2", 60.0))
+    bench.do(bench.registration("next", holder="run-2", lease_s=60.0))
     job_id = bench.reserve("next.rl", flow_run_id="run-2")
     with pytest.raises(LeaseLost, match="got 'run-1'; possible: run-2"):
         bench.reserve("next.rl", flow_run_id="run-1")
@@ -408,8 +405,7 @@ def test_a_policy_that_nobody_held_can_be_taken_up(bench: Bench) -> None:
 
 def test_time_in_which_nobody_was_heard_costs_no_lease(bench: Bench) -> None:
     """A machine that slept from 1000 to 4600: job and policy are held for their whole length from then."""
-    policy = {**bench.state.policies["push.rl"].spec.model_dump(), "policy_key": "slept.rl", "tenant_id": "slept"}
-    bench.do(RegisterPolicy(bench.now, policy, "run-1", 60.0))
+    bench.do(bench.registration("slept", holder="run-1", lease_s=60.0))
     bench.ready("demos.sft")
     leased = bench.lease(lease_s=60.0)
     bench.now = 4600.0

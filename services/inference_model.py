@@ -1,8 +1,8 @@
 """InferenceModelService: the resident actor that answers observations with actions, many tenants to one forward.
 
-Requests wait in arrival order; one batching task a base model takes the largest FIFO-compatible prefix up to
-`max_batch_size` samples or `batch_timeout_s`, runs one base forward in the compute thread and resolves each request
-with its tenant's own action module. `rollout` and `evaluate` are environment loops composed over the same queue, so
+Requests wait in arrival order; of each base model the largest FIFO-compatible prefix up to `max_batch_size` samples or
+`batch_timeout_s` shares one base forward in the compute thread, and each request is resolved with its tenant's own
+action module. `rollout` and `evaluate` are environment loops composed over the same queue, so
 their requests group with everybody's. No torch at import: flow processes import this module to unpickle the handle.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,22 +23,20 @@ from configs import seeds as seed_ranges
 from configs.backend import BackendConfig, PolicyConfig
 from configs.cluster import InferenceBatchingSpec
 from configs.environment import EnvironmentSpec
-from configs.errors import AdmissionRefused, Conflict, EnvironmentFault, JoyNexusError, UnknownObject, refusal
+from configs.errors import AdmissionRefused, Conflict, JoyNexusError, UnknownObject, refusal
 from configs.home import Home
 from configs.model import BaseModelSpec
 from configs.signature import prefix_key
 from services import lookup
 from services.busy import BusyLog
-from services.environment_client import SessionClient
-from services.inference_queue import InferenceQueue, Waiting
-from services.rollout import Observation, Policy, Prediction, Progress, collect_rollout, run_episodes
+from services.group_batcher import GroupBatcher
+from services.rollout import Observation, Policy, Prediction
 
 if TYPE_CHECKING:
     from services.serving import Request, ServingPolicies, ServingPolicy
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_MAX_WAITING_ROWS = 16_384
 _PREPARED_AT_ONCE_BYTES = 512 * 1024  # of pictures: half a millisecond, less than handing them to a thread costs
 
 
@@ -61,25 +59,20 @@ class InferenceModelService:
         max_slots: int,
         max_pinned_versions: int,
     ) -> None:
+        from services.environment_loops import EnvironmentLoops
         from services.resident_models import load_base_models
-        from storage.partitions import PartitionStore
 
-        self._home = Home(Path(home))
         self._bases = load_base_models([BaseModelSpec.model_validate(spec) for spec in base_models])
         self._batching = InferenceBatchingSpec.model_validate(batching)
         self._max_slots = max_slots
         self._max_pinned = max_pinned_versions
         self._tenants: dict[str, ServingPolicies] = {}
-        self._queues: dict[str, InferenceQueue[tuple[Request, asyncio.Future[Prediction]]]] = {}  # {base model: queue}
-        self._arrivals: dict[str, asyncio.Event] = {}
-        self._batchers: dict[str, asyncio.Task[None]] = {}
+        self._batchers: dict[str, GroupBatcher[Request, Prediction]] = {}  # {base model: its queue}
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="infer-compute")
         self._prepare = ThreadPoolExecutor(1, thread_name_prefix="infer-prepare")
-        self._files = ThreadPoolExecutor(1, thread_name_prefix="infer-files")
-        self._partitions = PartitionStore(self._home.partitions)
+        self._loops = EnvironmentLoops(Home(Path(home)).partitions, self._batching.max_batch_size)
         self._busy = BusyLog()
         self._rollouts: dict[str, asyncio.Task[dict[str, Any]]] = {}  # {job_id: collection under way}
-        self._active: dict[str, dict[str, Any]] = {}  # {run id: progress of a rollout or evaluation}
         self._batches = self._batched_requests = self._batched_rows = 0
 
     async def ping(self) -> str:
@@ -91,8 +84,8 @@ class InferenceModelService:
         return {
             "base_models": {name: base.num_bytes for name, base in self._bases.items()},
             "tenants": {t: {"version": p.current.version, "pinned": p.pinned} for t, p in self._tenants.items()},
-            "waiting_rows": sum(q.waiting_rows for q in self._queues.values()),
-            "active": list(self._active.values()),
+            "waiting_rows": sum(b.waiting_rows for b in self._batchers.values()),
+            "active": self._loops.active,
             "batches": self._batches,
             "requests": self._batched_requests,
             "rows": self._batched_rows,
@@ -225,73 +218,20 @@ class InferenceModelService:
                 prefix, proprioception = policy.prepare(base.backbone, observation)
             else:
                 prefix, proprioception = await self._run(self._prepare, policy.prepare, base.backbone, observation)
-            request = Request(policy, prefix, proprioception, generator)
-            return await self._enqueue(policy.config.base_model.name, request)
+            key = prefix_key(policy.config.base_model, prefix.length)
+            batcher = self._batcher(policy.config.base_model.name)
+            return await batcher.submit(key, prefix.rows, Request(policy, prefix, proprioception, generator))
 
         return answer
 
-    async def _enqueue(self, base_name: str, request: Request) -> Prediction:
-        queue = self._queue(base_name)
-        if queue.full(request.prefix.rows):
-            raise AdmissionRefused(
-                refusal(
-                    "observations",
-                    f"{request.prefix.rows} rows",
-                    f"{_MAX_WAITING_ROWS} waiting rows",
-                    "send again later",
-                )
+    def _batcher(self, base_name: str) -> GroupBatcher[Request, Prediction]:
+        if base_name not in self._batchers:
+            self._batchers[base_name] = GroupBatcher(
+                base_name, partial(self._forward, base_name), self._batching, self._compute
             )
-        future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
-        key = prefix_key(request.policy.config.base_model, request.prefix.length)
-        queue.push(Waiting(key, request.prefix.rows, (request, future)))
-        self._arrivals[base_name].set()
-        return await future
+        return self._batchers[base_name]
 
-    def _queue(self, base_name: str) -> InferenceQueue[tuple[Request, asyncio.Future[Prediction]]]:
-        if base_name not in self._queues:
-            self._queues[base_name] = InferenceQueue(self._batching.max_batch_size, _MAX_WAITING_ROWS)
-            self._arrivals[base_name] = asyncio.Event()
-            self._batchers[base_name] = asyncio.get_running_loop().create_task(self._batch_forever(base_name))
-        return self._queues[base_name]
-
-    async def _batch_forever(self, base_name: str) -> None:
-        queue, arrival = self._queues[base_name], self._arrivals[base_name]
-        loop = asyncio.get_running_loop()
-        while True:
-            await arrival.wait()
-            deadline = loop.time() + self._batching.batch_timeout_s
-            while not queue.complete() and (left := deadline - loop.time()) > 0:
-                arrival.clear()
-                try:
-                    await asyncio.wait_for(arrival.wait(), left)
-                except TimeoutError:
-                    break
-            taken = queue.take()
-            if len(queue):
-                arrival.set()
-            else:
-                arrival.clear()
-            live = [(request, future) for request, future in taken if not future.done()]
-            if live:
-                await self._resolve(base_name, live)
-
-    async def _resolve(self, base_name: str, taken: list[tuple[Request, asyncio.Future[Prediction]]]) -> None:
-        try:
-            results = await self._run(self._compute, self._forward, base_name, [request for request, _ in taken])
-        except Exception as error:
-            logger.exception("a shared forward of %d requests on %s failed", len(taken), base_name)
-            results = [JoyNexusError(f"inference: the shared forward failed ({error}); send the request again")] * len(
-                taken
-            )
-        for (_, future), result in zip(taken, results, strict=True):
-            if future.done():
-                continue
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-
-    def _forward(self, base_name: str, requests: list[Request]) -> list[Any]:
+    def _forward(self, base_name: str, requests: Sequence[Request]) -> Sequence[Prediction | JoyNexusError]:
         from services.serving import forward
 
         rows: dict[str, int] = {}
@@ -328,45 +268,19 @@ class InferenceModelService:
 
     async def _rollout(self, config: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         backend = BackendConfig.model_validate(config)
-        algorithm, tenant = backend.algorithm, backend.policy.tenant
-        assert algorithm.kind == "ppo"
-        assert backend.environment is not None
-        if job["partition_id"] in await self._run(self._files, self._partitions.list):
-            # The same job's rollout was done before and its reply lost: done once.
-            return {**dict((await self._run(self._files, self._partitions.attributes, job["partition_id"])).labels)}
-        number = int(job["metadata"]["rollout"])
+        done = await self._loops.written(job["partition_id"])
+        if done is not None:  # the same job's rollout was done before and its reply lost: done once
+            return done
+        tenant, seed = backend.policy.tenant, backend.algorithm.seed
         policies = self._policies(tenant)
         policy = policies.pin(job["behavior_policy_version"])
         try:
-            async with self._session(
-                backend.environment,
-                algorithm.num_envs,
-                backend.resources.environment_hosts,
-                tenant,
-                job["job_id"],
-                True,
-            ) as session:
-                with self._progress(job["job_id"], tenant, "rollout", policy.version) as progress:
-                    data, instructions, episodes = await collect_rollout(
-                        self._bound(policy, _generator(seed_ranges.training_seed(algorithm.seed, number, 0))),
-                        self._bound(policy, None),
-                        session,
-                        num_envs=algorithm.num_envs,
-                        steps=algorithm.rollout_steps,
-                        seed_of_episode=lambda n: seed_ranges.training_seed(algorithm.seed, number, n),
-                        progress=progress,
-                        values_at_a_time=self._batching.max_batch_size,
-                    )
+            sampled = self._bound(
+                policy, _generator(seed_ranges.training_seed(seed, int(job["metadata"]["rollout"]), 0))
+            )
+            return await self._loops.rollout(backend, job, policy.version, sampled, self._bound(policy, None))
         finally:
             policies.release(policy.version)
-        summary: dict[str, Any] = {
-            "samples": len(data["value"]),
-            "valid_transitions": int(data["valid"].sum()),
-            "policy_version": policy.version,
-            **episodes.summary(),
-        }
-        await self._run(self._files, self._write, backend, job, data, instructions, summary)
-        return summary
 
     async def evaluate(
         self,
@@ -394,71 +308,23 @@ class InferenceModelService:
         policy = policies.pin(policy_version)
         try:
             bound = self._bound(policy, _generator(first_seed) if sampled else None)
-            async with self._session(spec, num_envs, hosts, tenant_id, run_id, not blanked) as session:
-                with self._progress(run_id, tenant_id, "evaluation", policy.version) as progress:
-                    result = await run_episodes(
-                        _blanked(bound, policy.config) if blanked else bound,
-                        session,
-                        num_envs=num_envs,
-                        seeds=range(first_seed, first_seed + episodes),
-                        progress=progress,
-                    )
+            result = await self._loops.evaluate(
+                tenant_id,
+                spec,
+                bound,
+                policy.config,
+                policy.version,
+                episodes=episodes,
+                first_seed=first_seed,
+                num_envs=num_envs,
+                hosts=hosts,
+                blanked=blanked,
+                run_id=run_id,
+            )
         finally:
             policies.release(policy.version)
         outcomes = [result.success[n] for n in range(episodes)]
         return {"policy_version": policy.version, **result.summary(), "outcomes": outcomes}
-
-    @asynccontextmanager
-    async def _session(
-        self, spec: EnvironmentSpec, num_envs: int, hosts: int, tenant: str, run_id: str, images: bool
-    ) -> AsyncIterator[SessionClient]:
-        """A session that this service steps over the hosts' own sockets; the Environment Service owns the processes."""
-        environments = await lookup.peer(lookup.ENVIRONMENTS)
-        opened = await environments.open(
-            {
-                "environment": spec.model_dump(mode="json"),
-                "num_envs": num_envs,
-                "hosts": min(hosts, num_envs),
-                "tenant_id": tenant,
-                "images": images,
-                "request_id": f"{run_id}-{secrets.token_hex(4)}",
-            }
-        )
-        session = SessionClient.direct(opened)
-        try:
-            yield session
-        except EnvironmentFault as error:
-            await environments.report_fault(opened["session_id"], str(error))
-            raise
-        finally:
-            session.disconnect()
-            await environments.close(opened["session_id"])
-
-    def _progress(self, run_id: str, tenant: str, kind: str, version: int) -> _Progress:
-        return _Progress(self._active, run_id, {"tenant": tenant, "kind": kind, "version": version, "done": 0, "of": 0})
-
-    def _write(
-        self,
-        backend: BackendConfig,
-        job: dict[str, Any],
-        data: dict[str, np.ndarray],
-        instructions: list[str],
-        summary: dict[str, Any],
-    ) -> None:
-        distinct = sorted(set(instructions))
-        if len(distinct) > 1:
-            index = {text: i for i, text in enumerate(distinct)}
-            data = {**data, "instruction_index": np.array([index[i] for i in instructions], np.int32)}
-        self._partitions.put(
-            job["partition_id"],
-            data,
-            tenant_id=backend.policy.tenant,
-            schema_signature=backend.policy.schema_signature,
-            policy_version=job["behavior_policy_version"],
-            chunk=backend.algorithm.microbatch_size,
-            instructions=distinct,
-            labels=summary,
-        )
 
     # lookups
 
@@ -480,34 +346,6 @@ class InferenceModelService:
     @staticmethod
     async def _run(executor: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
-
-
-class _Progress:
-    """Keeps an entry of `active` while a loop runs; calling it updates done and of."""
-
-    def __init__(self, active: dict[str, dict[str, Any]], run_id: str, entry: dict[str, Any]) -> None:
-        self._active, self._run_id, self._entry = active, run_id, entry
-
-    def __enter__(self) -> Progress:
-        self._active[self._run_id] = self._entry
-        return self
-
-    def __call__(self, done: int, of: int) -> None:
-        self._entry |= {"done": done, "of": of}
-
-    def __exit__(self, *_: object) -> None:
-        self._active.pop(self._run_id, None)
-
-
-def _blanked(policy: Policy, config: PolicyConfig) -> Policy:
-    """`policy` shown black pictures of the declared size, whatever the session returned."""
-
-    async def answer(observation: Observation) -> Prediction:
-        rows = len(observation["instructions"])
-        black = {c.name: np.zeros((rows, c.height, c.width, 3), np.uint8) for c in config.cameras}
-        return await policy({**observation, "images": black})
-
-    return answer
 
 
 def _generator(seed: int) -> Any:

@@ -40,6 +40,11 @@ class InferenceQueue(Generic[R]):
         return len(self._waiting)
 
     @property
+    def oldest(self) -> R:
+        """The request that came first; there must be one."""
+        return self._waiting[0].request
+
+    @property
     def waiting_rows(self) -> int:
         """Rows of all queued requests."""
         return self._rows

@@ -108,89 +108,139 @@ def concatenated(observations: Sequence[Observation]) -> Observation:
     }
 
 
+@dataclass
+class Collected:
+    """A rollout whose environments are done with.
+
+    Attributes:
+        data: partition fields [T × E, …], row = t × E + e, but for those that `values_after` adds.
+        instructions: of each row.
+        episodes: those that ended.
+    """
+
+    data: dict[str, np.ndarray]
+    instructions: list[str]
+    episodes: Episodes
+    num_envs: int
+    _after: list[Observation] = field(repr=False)  # what is seen after the last step, then the final observations
+    _final_rows: list[int] = field(repr=False)  # rows whose episode was truncated, as in `_after[1:]`
+
+    async def values_after(self, values: Policy, at_a_time: int = 128) -> dict[str, np.ndarray]:
+        """What only values of observations outside the rows can tell, float32 [T × E] each.
+
+        `next_value` is V of what the row's environment sees next (after its automatic reset); `bootstrap_value` V of
+        the true final observation where the chunk was truncated, 0 elsewhere.
+
+        Args:
+            values: the behaviour policy's values, without sampling.
+            at_a_time: rows of one request.
+        """
+        after = await _values(values, self._after, at_a_time)
+        known = self.data["value"]
+        bootstrap = np.zeros(len(known), np.float32)
+        bootstrap[self._final_rows] = after[self.num_envs :]
+        following = np.concatenate([known[self.num_envs :], after[: self.num_envs]]).astype(np.float32)
+        return {"next_value": following, "bootstrap_value": bootstrap}
+
+
+class _Collector:
+    """What a rollout keeps of its observations, predictions and steps."""
+
+    def __init__(self, num_envs: int, seed_of_episode: Callable[[int], int]) -> None:
+        self.number = list(range(num_envs))  # the episode that each environment is in
+        self._num_envs = num_envs
+        self._seed_of_episode = seed_of_episode
+        self._counting = _Counting(num_envs)
+        self._columns: dict[str, list[np.ndarray]] = {}
+        self._instructions: list[str] = []
+        self._finals: list[Observation] = []
+        self._final_rows: list[int] = []
+        self._steps = 0
+
+    def following(self) -> list[int]:
+        """The seed each environment goes on with if its episode ends now."""
+        return [self._seed_of_episode(n + self._num_envs) for n in self.number]
+
+    def keep_decision(self, observation: Observation, prediction: Prediction) -> None:
+        """What was seen and what was answered."""
+        for name, image in observation["images"].items():
+            self._keep(f"image.{name}", image)
+        self._keep("proprioception", observation["proprioception"])
+        for name in ("action", "log_prob", "value"):
+            self._keep(name, getattr(prediction, name))
+        self._instructions += observation["instructions"]
+
+    def keep_step(self, step: dict[str, Any]) -> None:
+        """What came of it; environments whose episode ended are in their next one from here on."""
+        for name in ("reward", "valid", "terminated", "truncated"):
+            self._keep(name, step[name])
+        by_truncation = [
+            k
+            for k, e in enumerate(step["final_rows"])
+            if step["truncated"][e].any() and not step["terminated"][e].any()
+        ]
+        if by_truncation:
+            self._finals.append(rows_of(step["final_observation"], by_truncation))
+            first = self._steps * self._num_envs
+            self._final_rows += [first + int(step["final_rows"][k]) for k in by_truncation]
+        for e in self._counting.add(step, self.number, range(self._num_envs)):
+            self.number[e] += self._num_envs
+        self._steps += 1
+
+    def collected(self, last: Observation) -> Collected:
+        """All of it; `last` is what is seen after the last step."""
+        data = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        data["done"] = np.any(data["terminated"] | data["truncated"], axis=1)
+        data["sample_valid"] = np.any(data["valid"], axis=1)
+        after = [last, *self._finals]
+        return Collected(data, self._instructions, self._counting.episodes, self._num_envs, after, self._final_rows)
+
+    def _keep(self, name: str, value: np.ndarray) -> None:
+        self._columns.setdefault(name, []).append(np.array(value))
+
+
 async def collect_rollout(
     policy: Policy,
-    values: Policy,
     session: Session,
     *,
     num_envs: int,
     steps: int,
     seed_of_episode: Callable[[int], int],
     progress: Progress,
-    values_at_a_time: int = 128,
-) -> tuple[dict[str, np.ndarray], list[str], Episodes]:
+) -> Collected:
     """Collect `steps` chunks in each of `num_envs` environments, from a reset on, with same-step auto-reset.
 
     Episode numbers: environment e's k-th episode of this rollout has number e + k × num_envs, so its seed does not
-    depend on who finishes first. A truncated chunk is bootstrapped from the environment's true final observation.
+    depend on who finishes first. The environments are not needed any more when this returns; `values_after` then
+    completes the fields: a truncated chunk is bootstrapped from the environment's true final observation.
 
     Args:
         policy: samples actions under the behaviour policy's version.
-        values: the same version's values, without sampling (used for final observations).
         session: the environments.
         num_envs: E.
         steps: T.
         seed_of_episode: environment seed of an episode's number.
         progress: called with (chunks done, chunks in all).
-        values_at_a_time: rows of one value request.
-
-    Returns:
-        Partition fields [T × E, …], row = t × E + e; the instruction of each row; the ended episodes.
 
     Raises:
         EnvironmentFault: if the session breaks the contract's shapes.
     """
-    everyone = range(num_envs)
-    number = list(everyone)  # the episode that each environment is in
-    counting = _Counting(num_envs)
-    observation = await session.reset([seed_of_episode(n) for n in number])
-    columns: dict[str, list[np.ndarray]] = {}
-
-    def keep(name: str, value: np.ndarray) -> None:
-        columns.setdefault(name, []).append(np.array(value))
-
-    instructions: list[str] = []
-    finals: list[Observation] = []
-    final_rows: list[int] = []
+    collector = _Collector(num_envs, seed_of_episode)
+    observation = await session.reset([seed_of_episode(n) for n in collector.number])
     for t in range(steps):
         prediction = await policy(observation)
-        following = [seed_of_episode(n + num_envs) for n in number]
-        stepping = asyncio.ensure_future(session.batch_step(prediction.environment_action, following))
+        stepping = asyncio.ensure_future(session.batch_step(prediction.environment_action, collector.following()))
         try:
             await asyncio.sleep(0)  # the request leaves; what is known is kept while the simulator steps
-            for name, image in observation["images"].items():
-                keep(f"image.{name}", image)
-            keep("proprioception", observation["proprioception"])
-            for name in ("action", "log_prob", "value"):
-                keep(name, getattr(prediction, name))
-            instructions += observation["instructions"]
+            collector.keep_decision(observation, prediction)
             step = await stepping
         finally:
             stepping.cancel()  # nobody waits for it any more if this was left early
         _check_step(step, prediction.environment_action.shape)
-        for name in ("reward", "valid", "terminated", "truncated"):
-            keep(name, step[name])
-        ended_by_truncation = [
-            k
-            for k, e in enumerate(step["final_rows"])
-            if step["truncated"][e].any() and not step["terminated"][e].any()
-        ]
-        if ended_by_truncation:
-            finals.append(rows_of(step["final_observation"], ended_by_truncation))
-            final_rows += [t * num_envs + int(step["final_rows"][k]) for k in ended_by_truncation]
-        for e in counting.add(step, number, everyone):
-            number[e] += num_envs
+        collector.keep_step(step)
         observation = step["observation"]
         progress(t + 1, steps)
-    data = {name: np.concatenate(parts) for name, parts in columns.items()}
-    data["done"] = np.any(data["terminated"] | data["truncated"], axis=1)
-    n = steps * num_envs
-    after = await _values(values, [observation, *finals], values_at_a_time)
-    data["next_value"] = np.concatenate([data["value"][num_envs:], after[:num_envs]]).astype(np.float32)
-    data["bootstrap_value"] = np.zeros(n, np.float32)
-    data["bootstrap_value"][final_rows] = after[num_envs:]
-    data["sample_valid"] = np.any(data["valid"], axis=1)
-    return data, instructions, counting.episodes
+    return collector.collected(observation)
 
 
 async def run_episodes(

@@ -26,17 +26,49 @@ from configs.errors import DataFault
 _WIDE_ROW_BYTES = 1024
 
 
+class EncodedFields:
+    """Arrays [n, ...] as Zarr will store them, in memory: what is known early is encoded while the rest is computed.
+
+    Attributes:
+        arrays: what was added.
+        chunk: rows a chunk where rows are wide.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self.arrays: dict[str, NDArray[Any]] = {}
+        self.chunk = chunk
+        self._files: dict[str, Buffer] = {}
+
+    def add(self, arrays: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any] | None = None) -> None:
+        """Encode further arrays, and the group's attributes where they are given."""
+        sync(
+            _write_group(MemoryStore(self._files), None if attributes is None else dict(attributes), arrays, self.chunk)
+        )
+        self.arrays.update(arrays)
+
+    def write(self, folder: Path) -> None:
+        """Write what was encoded."""
+        made: set[Path] = set()
+        for key, contents in self._files.items():
+            path = folder / key
+            if path.parent not in made:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                made.add(path.parent)
+            path.write_bytes(contents.as_buffer_like())
+
+
+def encode_fields(arrays: Mapping[str, NDArray[Any]], chunk: int) -> EncodedFields:
+    """Some of a partition's fields, for `PartitionStore.put`."""
+    encoded = EncodedFields(chunk)
+    encoded.add(arrays)
+    return encoded
+
+
 def write_group(folder: Path, attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], chunk: int) -> None:
     """Create a Zarr group in `folder` and write `arrays` [n, ...] whole, `chunk` rows a chunk where rows are wide."""
-    files: dict[str, Buffer] = {}
-    sync(_write_group(MemoryStore(files), dict(attributes), arrays, chunk))
-    made: set[Path] = set()
-    for key, contents in files.items():
-        path = folder / key
-        if path.parent not in made:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            made.add(path.parent)
-        path.write_bytes(contents.as_buffer_like())
+    encoded = EncodedFields(chunk)
+    encoded.add(arrays, attributes)
+    encoded.write(folder)
 
 
 def read_arrays(
@@ -51,9 +83,11 @@ def read_arrays(
 
 
 async def _write_group(
-    store: MemoryStore, attributes: dict[str, Any], arrays: Mapping[str, NDArray[Any]], chunk: int
+    store: MemoryStore, attributes: dict[str, Any] | None, arrays: Mapping[str, NDArray[Any]], chunk: int
 ) -> None:
-    group = await zarr_async.create_group(store=store, attributes=attributes)
+    group = await zarr_async.open_group(store=store, mode="a", zarr_format=3)
+    if attributes is not None:
+        await group.update_attributes(attributes)
     writes = (_write_array(group, name, array, chunk) for name, array in arrays.items())
     await asyncio.gather(*writes)
 

@@ -176,6 +176,20 @@ def checked_fields(partition_id: str, arrays: Arrays) -> int:
     return next(iter(counts.values()))
 
 
+def check_encoded(partition_id: str, rest: Arrays, encoded: Arrays, chunk: int, encoded_chunk: int) -> None:
+    """Hold fields that were encoded before against those that come with them.
+
+    Raises:
+        SpecError: a field is in both, or the chunks differ.
+    """
+    where = f"fields of partition {partition_id}"
+    twice = sorted(set(rest) & set(encoded))
+    if twice:
+        raise SpecError(refusal(where, f"{', '.join(twice)} twice", "each field once", "leave it out of one of them"))
+    if encoded and chunk != encoded_chunk:
+        raise SpecError(refusal(f"chunk of partition {partition_id}", chunk, str(encoded_chunk), "encode with the same"))
+
+
 def check_instructions(partition_id: str, arrays: Arrays, instructions: Sequence[str]) -> None:
     """Hold the field `instruction_index` against the instructions it points into.
 

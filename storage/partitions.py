@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from configs.errors import Conflict, DataFault, SpecError, UnknownObject, refusal
 from storage.atomic import checked_id, new_folder, remove_folder, sweep
-from storage.partition_arrays import read_arrays, write_group
+from storage.partition_arrays import EncodedFields, encode_fields, read_arrays, write_group
 from storage.partition_format import (
     DERIVED,
     FORMAT,
@@ -37,6 +37,7 @@ from storage.partition_format import (
     Label,
     PartitionAttributes,
     SampleMetadata,
+    check_encoded,
     check_instructions,
     check_rows,
     check_tags,
@@ -46,7 +47,15 @@ from storage.partition_format import (
     tags,
 )
 
-__all__ = ["FieldInfo", "Label", "PartitionAttributes", "PartitionStore", "SampleMetadata"]
+__all__ = [
+    "EncodedFields",
+    "FieldInfo",
+    "Label",
+    "PartitionAttributes",
+    "PartitionStore",
+    "SampleMetadata",
+    "encode_fields",
+]
 
 _Stage = tuple[str, str]  # (partition_id, task_name)
 
@@ -75,6 +84,7 @@ class PartitionStore:
         chunk: int,
         instructions: Sequence[str] = (),
         labels: Mapping[str, Label] | None = None,
+        encoded: EncodedFields | None = None,
     ) -> PartitionAttributes:
         """Write a new partition; it becomes visible whole, when the last byte is written.
 
@@ -87,13 +97,17 @@ class PartitionStore:
             chunk: Rows of a consumer's microbatch.
             instructions: One for all rows, or several with an int field `instruction_index` [n].
             labels: Small facts for the consumer.
+            encoded: Further fields, encoded before (`encode_fields`) with the same `chunk`; used up.
 
         Raises:
             Conflict: the partition exists (a second writer).
-            SpecError: a field's name, shape or dtype does not fit.
+            SpecError: a field's name, shape or dtype does not fit, or it is given twice.
         """
         checked_id(partition_id, "partition_id")
-        arrays = {name: np.asarray(value) for name, value in data.items()}
+        rest = {name: np.asarray(value) for name, value in data.items()}
+        encoded = EncodedFields(chunk) if encoded is None else encoded
+        check_encoded(partition_id, rest, encoded.arrays, chunk, encoded.chunk)
+        arrays = {**encoded.arrays, **rest}
         count = checked_fields(partition_id, arrays)
         if chunk < 1:
             raise SpecError(refusal("chunk", chunk, "1 or more", "give the consumer's microbatch size"))
@@ -111,7 +125,8 @@ class PartitionStore:
         )
         of_samples = {TAGS: tags(tenant_id, schema_signature, policy_version, count)}
         with new_folder(self._root / partition_id, "partition_id", synced=False) as folder:
-            write_group(folder, encode_attributes(attributes), {**of_samples, **arrays}, chunk)
+            encoded.add({**of_samples, **rest}, encode_attributes(attributes))
+            encoded.write(folder)
         return attributes
 
     def attributes(self, partition_id: str) -> PartitionAttributes:

@@ -79,16 +79,18 @@ async def value_is_seed_and_step(observation: Observation) -> Prediction:
 
 
 def collect(session: CountingSession, **arguments: Any) -> tuple[dict[str, np.ndarray], list[str], Any]:
-    return asyncio.run(
-        collect_rollout(
-            value_is_seed_and_step,
+    async def main() -> tuple[dict[str, np.ndarray], list[str], Any]:
+        collected = await collect_rollout(
             value_is_seed_and_step,
             session,
             seed_of_episode=lambda n: n,
             progress=lambda _done, _of: None,
             **arguments,
         )
-    )
+        after = await collected.values_after(value_is_seed_and_step)
+        return {**collected.data, **after}, collected.instructions, collected.episodes
+
+    return asyncio.run(main())
 
 
 def test_truncation_is_bootstrapped_from_the_final_observation_of_that_environment_alone() -> None:

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
 import storage.partition_arrays
-import storage.partitions
 from configs.errors import Conflict, DataFault, SpecError, TenantFault, UnknownObject
-from storage.partitions import PartitionStore
+from storage.partitions import EncodedFields, PartitionStore, encode_fields
 
 ID = "job1.vla.push.rl"
 TAGS = {"tenant_id": "push", "schema_signature": "ab" * 32, "policy_version": 3}
@@ -98,6 +97,31 @@ def test_instructions_by_index(store: PartitionStore) -> None:
     assert store.attributes(ID).row_instructions(3, index) == ["push", "pick", "pick"]
 
 
+def test_fields_encoded_beforehand_read_like_the_others(store: PartitionStore) -> None:
+    """A partition put in two parts equals one put whole: attributes, fields, tags."""
+    data = sample_data(10)
+    early = {name: data[name] for name in list(data)[:2]}
+    late = {name: data[name] for name in list(data)[2:]}
+    whole = store.put("job0.vla.push.rl", data, **TAGS, chunk=4)
+    parts = store.put(ID, late, encoded=encode_fields(early, 4), **TAGS, chunk=4)
+    assert parts.fields == whole.fields
+    assert parts.sample_count == whole.sample_count
+    for read, expected in zip(read_all(store, list(data)), np.array_split(np.arange(10), [4, 8]), strict=True):
+        for name in data:
+            np.testing.assert_array_equal(read[name], data[name][expected])
+
+
+def test_fields_encoded_beforehand_are_held_against_the_rest(store: PartitionStore) -> None:
+    data = {"action": np.zeros((3, 1, 1), np.float32)}
+    with pytest.raises(SpecError, match="action twice"):
+        store.put(ID, data, encoded=encode_fields(data, 2), **TAGS, chunk=2)
+    with pytest.raises(SpecError, match="chunk of partition"):
+        store.put(ID, {"value": np.zeros(3, np.float32)}, encoded=encode_fields(data, 3), **TAGS, chunk=2)
+    with pytest.raises(SpecError, match="same count"):
+        store.put(ID, {"value": np.zeros(4, np.float32)}, encoded=encode_fields(data, 2), **TAGS, chunk=2)
+    assert store.list() == []
+
+
 def test_second_writer_is_refused(store: PartitionStore) -> None:
     """The first partition of an id stays as it is."""
     put(store)
@@ -109,14 +133,14 @@ def test_second_writer_is_refused(store: PartitionStore) -> None:
 
 def test_later_of_two_writers_at_once_is_refused(store: PartitionStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both see no partition when they begin; the rename decides, and the loser leaves nothing behind."""
-    write_group = storage.partitions.write_group
+    write = EncodedFields.write
 
-    def overtaken(*args: object) -> None:
-        monkeypatch.setattr(storage.partitions, "write_group", write_group)
+    def overtaken(self: EncodedFields, folder: Path) -> None:
+        monkeypatch.setattr(EncodedFields, "write", write)
         put(PartitionStore(store._root), n=7)
-        write_group(*args)
+        write(self, folder)
 
-    monkeypatch.setattr(storage.partitions, "write_group", overtaken)
+    monkeypatch.setattr(EncodedFields, "write", overtaken)
     with pytest.raises(Conflict):
         put(store)
     assert store.attributes(ID).sample_count == 7
@@ -157,7 +181,7 @@ def test_failed_write_leaves_nothing(store: PartitionStore, monkeypatch: pytest.
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage.partitions, "write_group", full)
+    monkeypatch.setattr(EncodedFields, "write", full)
     with pytest.raises(OSError, match="No space"):
         put(store)
     assert store.list() == []

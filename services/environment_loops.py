@@ -1,0 +1,237 @@
+"""The environment loops of the inference worker: sessions are opened, stepped over the hosts' own sockets, and closed.
+
+The Environment Service owns the processes; the loops themselves are services/rollout.py's. Whose policy answers, at
+which version, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from configs import seeds as seed_ranges
+from configs.backend import BackendConfig, PolicyConfig
+from configs.environment import EnvironmentSpec
+from configs.errors import EnvironmentFault, JoyNexusError, ServiceUnavailable
+from services import lookup
+from services.environment_client import SessionClient
+from services.rollout import Episodes, Observation, Policy, Prediction, Progress, collect_rollout, run_episodes
+from storage.partitions import EncodedFields, PartitionStore, encode_fields
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EnvironmentLoops:
+    """Rollouts into partitions, and evaluations.
+
+    Args:
+        partitions: folder of the partitions.
+        values_at_a_time: rows of one value request at most.
+    """
+
+    def __init__(self, partitions: Path, values_at_a_time: int) -> None:
+        self._partitions = PartitionStore(partitions)
+        self._values_at_a_time = values_at_a_time
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="infer-files")
+        self._environments: lookup.Service | None = None
+        self._active: dict[str, dict[str, Any]] = {}  # {run id: progress of a rollout or evaluation}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def active(self) -> list[dict[str, Any]]:
+        """Loops under way: tenant, kind, version, done, of."""
+        return list(self._active.values())
+
+    async def written(self, partition_id: str) -> dict[str, Any] | None:
+        """What `rollout` returned when it wrote the partition, or None."""
+        if partition_id not in await self._run(self._partitions.list):
+            return None
+        return dict((await self._run(self._partitions.attributes, partition_id)).labels)
+
+    async def rollout(
+        self, backend: BackendConfig, job: dict[str, Any], version: int, act: Policy, values: Policy
+    ) -> dict[str, Any]:
+        """Collect a reserved job's partition and write it.
+
+        Args:
+            backend: the tenant's.
+            job: the reserved descriptor.
+            version: of the behaviour policy.
+            act: the behaviour policy, sampled.
+            values: the same version's values, without sampling.
+
+        Returns:
+            {"samples", "valid_transitions", "policy_version", "episodes", "successes", "success_rate", …}.
+        """
+        algorithm, tenant = backend.algorithm, backend.policy.tenant
+        assert algorithm.kind == "ppo"
+        assert backend.environment is not None
+        number = int(job["metadata"]["rollout"])
+        num_envs, hosts = algorithm.num_envs, backend.resources.environment_hosts
+        async with self._session(backend.environment, num_envs, hosts, tenant, job["job_id"], True) as session:
+            with self._progress(job["job_id"], tenant, "rollout", version) as progress:
+                collected = await collect_rollout(
+                    act,
+                    session,
+                    num_envs=num_envs,
+                    steps=algorithm.rollout_steps,
+                    seed_of_episode=lambda n: seed_ranges.training_seed(algorithm.seed, number, n),
+                    progress=progress,
+                )
+        # What is whole is encoded beside the last forwards.
+        encoded, rest = await asyncio.gather(
+            self._run(encode_fields, collected.data, algorithm.microbatch_size),
+            collected.values_after(values, self._values_at_a_time),
+        )
+        summary: dict[str, Any] = {
+            "samples": len(collected.data["value"]),
+            "valid_transitions": int(collected.data["valid"].sum()),
+            "policy_version": version,
+            **collected.episodes.summary(),
+        }
+        await self._run(self._write, backend, job, encoded, rest, collected.instructions, summary)
+        return summary
+
+    async def evaluate(
+        self,
+        tenant: str,
+        spec: EnvironmentSpec,
+        act: Policy,
+        config: PolicyConfig,
+        version: int,
+        *,
+        episodes: int,
+        first_seed: int,
+        num_envs: int,
+        hosts: int,
+        blanked: bool,
+        run_id: str,
+    ) -> Episodes:
+        """Run an episode for each of `episodes` seeds; `blanked` shows the policy black pictures."""
+        async with self._session(spec, num_envs, hosts, tenant, run_id, not blanked) as session:
+            with self._progress(run_id, tenant, "evaluation", version) as progress:
+                return await run_episodes(
+                    _blanked(act, config) if blanked else act,
+                    session,
+                    num_envs=num_envs,
+                    seeds=range(first_seed, first_seed + episodes),
+                    progress=progress,
+                )
+
+    @asynccontextmanager
+    async def _session(
+        self, spec: EnvironmentSpec, num_envs: int, hosts: int, tenant: str, run_id: str, images: bool
+    ) -> AsyncIterator[SessionClient]:
+        """A session of this worker's own; its end is told to the service, and nobody waits for that."""
+        opened = await self._opened(
+            {
+                "environment": spec.model_dump(mode="json"),
+                "num_envs": num_envs,
+                "hosts": min(hosts, num_envs),
+                "tenant_id": tenant,
+                "images": images,
+                "request_id": f"{run_id}-{secrets.token_hex(4)}",
+            }
+        )
+        session = SessionClient.direct(opened)
+        try:
+            yield session
+        except EnvironmentFault as error:
+            await self._tell("report_fault", opened["session_id"], str(error))
+            raise
+        finally:
+            session.disconnect()
+            self._in_background(self._tell("close", opened["session_id"]))
+
+    async def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return dict(await (await self._service()).open(request))
+        except ServiceUnavailable as error:  # it was restarted since it was looked up; the request's id makes it one
+            logger.warning("%s", error)
+            self._environments = None
+            return dict(await (await self._service()).open(request))
+
+    async def _service(self) -> lookup.Service:
+        if self._environments is None:
+            self._environments = await lookup.peer(lookup.ENVIRONMENTS)
+        return self._environments
+
+    async def _tell(self, method: str, *args: str) -> None:
+        """Word to the service about a session; without it the session ends when it has been idle for long."""
+        try:
+            await getattr(await self._service(), method)(*args)
+        except JoyNexusError as error:
+            logger.warning("%s of session %s: %s", method, args[0], error)
+
+    def _in_background(self, telling: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(telling)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _progress(self, run_id: str, tenant: str, kind: str, version: int) -> _Progress:
+        return _Progress(self._active, run_id, {"tenant": tenant, "kind": kind, "version": version, "done": 0, "of": 0})
+
+    def _write(
+        self,
+        backend: BackendConfig,
+        job: dict[str, Any],
+        encoded: EncodedFields,
+        rest: dict[str, np.ndarray],
+        instructions: list[str],
+        summary: dict[str, Any],
+    ) -> None:
+        distinct = sorted(set(instructions))
+        if len(distinct) > 1:
+            index = {text: i for i, text in enumerate(distinct)}
+            rest = {**rest, "instruction_index": np.array([index[i] for i in instructions], np.int32)}
+        self._partitions.put(
+            job["partition_id"],
+            rest,
+            encoded=encoded,
+            tenant_id=backend.policy.tenant,
+            schema_signature=backend.policy.schema_signature,
+            policy_version=job["behavior_policy_version"],
+            chunk=backend.algorithm.microbatch_size,
+            instructions=distinct,
+            labels=summary,
+        )
+
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._files, function, *args)
+
+
+class _Progress:
+    """Keeps an entry of `active` while a loop runs; calling it updates done and of."""
+
+    def __init__(self, active: dict[str, dict[str, Any]], run_id: str, entry: dict[str, Any]) -> None:
+        self._active, self._run_id, self._entry = active, run_id, entry
+
+    def __enter__(self) -> Progress:
+        self._active[self._run_id] = self._entry
+        return self
+
+    def __call__(self, done: int, of: int) -> None:
+        self._entry |= {"done": done, "of": of}
+
+    def __exit__(self, *_: object) -> None:
+        self._active.pop(self._run_id, None)
+
+
+def _blanked(policy: Policy, config: PolicyConfig) -> Policy:
+    """`policy` shown black pictures of the declared size, whatever the session returned."""
+
+    async def answer(observation: Observation) -> Prediction:
+        rows = len(observation["instructions"])
+        black = {c.name: np.zeros((rows, c.height, c.width, 3), np.uint8) for c in config.cameras}
+        return await policy({**observation, "images": black})
+
+    return answer

@@ -1,8 +1,10 @@
 """The protocol between an environment host and those who drive it: msgpack frames over a local socket.
 
-Frame: 4 bytes, the body's length (unsigned, big-endian), then the body in msgpack. Arrays are msgpack extension 1:
-`[dtype string, shape]` in msgpack, then the raw bytes in C order. Nothing is pickled, a body is at most
-`MAX_BODY_BYTES`, and only plain number types are taken, so that a tenant's own simulator can be at the other end.
+Frame: 4 bytes, the body's length (unsigned, big-endian), then the body: 4 bytes, the message's length; the message in
+msgpack; zeros up to a multiple of 8; the arrays' bytes in C order, each from a multiple of 8 on. In the message an array
+is msgpack extension 1: `[dtype string, shape, where its bytes begin in the body]`, in msgpack. So a picture is copied
+once on each side. Nothing is pickled, a body is at most `MAX_BODY_BYTES`, and only plain number types are taken, so that
+a tenant's own simulator can be at the other end.
 
 Request  `{"id": int, "op": str, "token": str | None, **fields}`; reply `{"id": int, "result": …}` or
 `{"id": int, "error": {"type": NAME, "message": one line}}`, NAME being a class of `configs.errors`.
@@ -14,6 +16,7 @@ time-outs and errors. A client that timed out is broken for good: its stream cou
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import struct
 from typing import Any
@@ -27,6 +30,7 @@ from configs.errors import EnvironmentFault, JoyNexusError
 MAX_BODY_BYTES = 256 * 1024 * 1024
 _HEADER = struct.Struct(">I")
 _ARRAY = 1
+_ALIGNED = 8  # bytes; torch and numpy compute on whole numbers
 _KINDS = "biuf"
 
 
@@ -40,24 +44,55 @@ def encode(message: dict[str, Any]) -> bytes:
     Raises:
         ProtocolError: if the body is longer than `MAX_BODY_BYTES` or holds a type that does not travel.
     """
+    # Where the arrays' bytes begin depends on the message's length, so what it says counts from their first.
+    arrays: list[np.ndarray] = []
+    used = 0
+
+    def pack_array(value: Any) -> Any:
+        nonlocal used
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"{type(value).__name__} does not travel")
+        if value.dtype.kind not in _KINDS:
+            raise TypeError(f"array of {value.dtype} does not travel; use bool, integers or floats")
+        dtype = value.dtype.newbyteorder("<")
+        begin, used = used, used + _padded(value.nbytes)
+        arrays.append(np.ascontiguousarray(value, dtype))
+        return msgpack.ExtType(_ARRAY, msgpack.packb([dtype.str, list(value.shape), begin]))
+
     try:
-        body = msgpack.packb(message, default=_pack_array)
+        packed = msgpack.packb(message, default=pack_array)
     except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"message: {error}") from None
-    if len(body) > MAX_BODY_BYTES:
-        raise ProtocolError(f"message: got {len(body)} bytes; possible: up to {MAX_BODY_BYTES}; send it in parts")
-    return _HEADER.pack(len(body)) + body
+    first = _padded(_HEADER.size + len(packed))
+    if first + used > MAX_BODY_BYTES:
+        raise ProtocolError(f"message: got {first + used} bytes; possible: up to {MAX_BODY_BYTES}; send it in parts")
+    parts: list[Any] = [_HEADER.pack(first + used), _HEADER.pack(len(packed)), packed]
+    parts.append(bytes(first - _HEADER.size - len(packed)))
+    for array in arrays:
+        parts += [array.data.cast("B") if array.size else b"", bytes(_padded(array.nbytes) - array.nbytes)]
+    return b"".join(parts)
 
 
-def decode(body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """The message of one body; its arrays are writable and own their memory.
+def decode(body: bytearray) -> dict[str, Any]:
+    """The message of one body; its arrays are writable and share the body's memory.
 
     Raises:
         ProtocolError: if it is not a msgpack map of plain values and arrays.
     """
     try:
-        message = msgpack.unpackb(body, ext_hook=_unpack_array, strict_map_key=True, max_ext_len=MAX_BODY_BYTES)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        (length,) = _HEADER.unpack_from(body)
+        end = _HEADER.size + length
+        if end > len(body):
+            raise ValueError(f"a message of {length} bytes in a body of {len(body)}")
+        first = _padded(end)
+        message = msgpack.unpackb(
+            memoryview(body)[_HEADER.size : end],
+            ext_hook=lambda code, data: _array_of(body, first, code, data),
+            strict_map_key=True,
+        )
+    except (ValueError, TypeError, struct.error, msgpack.UnpackException) as error:
         raise ProtocolError(f"frame: not a message ({error})") from None
     if not isinstance(message, dict):
         raise ProtocolError(f"frame: got {type(message).__name__}; possible: a map")
@@ -72,27 +107,25 @@ def body_length(header: bytes | bytearray) -> int:
     return int(length)
 
 
-def _pack_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in _KINDS:
-            raise TypeError(f"array of {value.dtype} does not travel; use bool, integers or floats")
-        head = msgpack.packb([value.dtype.newbyteorder("<").str, list(value.shape)])
-        return msgpack.ExtType(_ARRAY, head + value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes())
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} does not travel")
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
-def _unpack_array(code: int, data: bytes) -> np.ndarray:
+def _array_of(body: bytearray, first: int, code: int, data: bytes) -> np.ndarray:
+    """The array that an extension describes; every number of it is the peer's."""
     if code != _ARRAY:
         raise ValueError(f"unknown extension {code}")
-    unpacker = msgpack.Unpacker(max_buffer_size=0)
-    unpacker.feed(data[:512])  # the head is short: a dtype and at most 32 sizes
-    dtype_name, shape = unpacker.unpack()
+    dtype_name, shape, begin = msgpack.unpackb(data)
     dtype = np.dtype(dtype_name)
-    if dtype.kind not in _KINDS or any(size < 0 for size in shape):
-        raise ValueError(f"array of {dtype_name} and shape {shape} does not travel")
-    return np.frombuffer(data, dtype, offset=unpacker.tell()).reshape(shape).copy()
+    sizes = [*shape, begin]
+    if dtype.kind not in _KINDS or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"array of {dtype_name}, shape {shape}, at {begin} does not travel")
+    count = math.prod(shape)
+    if first + begin + count * dtype.itemsize > len(body):
+        raise ValueError(f"array of {dtype_name} and shape {shape} goes beyond the body's {len(body)} bytes")
+    if count == 0:  # nothing may lie behind the last array's bytes
+        return np.empty(shape, dtype)
+    return np.frombuffer(body, dtype, count, first + begin).reshape(shape)
 
 
 def send_frame(sock: socket.socket, message: dict[str, Any]) -> None:

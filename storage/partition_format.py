@@ -187,7 +187,8 @@ def check_encoded(partition_id: str, rest: Arrays, encoded: Arrays, chunk: int, 
     if twice:
         raise SpecError(refusal(where, f"{', '.join(twice)} twice", "each field once", "leave it out of one of them"))
     if encoded and chunk != encoded_chunk:
-        raise SpecError(refusal(f"chunk of partition {partition_id}", chunk, str(encoded_chunk), "encode with the same"))
+        where = f"chunk of partition {partition_id}"
+        raise SpecError(refusal(where, chunk, str(encoded_chunk), "encode with the same"))
 
 
 def check_instructions(partition_id: str, arrays: Arrays, instructions: Sequence[str]) -> None:

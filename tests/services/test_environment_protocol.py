@@ -22,7 +22,7 @@ _DTYPES = st.sampled_from([np.dtype(n) for n in ("uint8", "bool", "float32", "in
 @settings(max_examples=50, deadline=None)
 @given(hnp.arrays(_DTYPES, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)))
 def test_arrays_come_back_the_same_and_writable(array):
-    back = protocol.decode(protocol.encode({"a": array, "b": [1, "x", None]})[4:])
+    back = protocol.decode(bytearray(protocol.encode({"a": array, "b": [1, "x", None]})[4:]))
     assert back["a"].dtype == array.dtype.newbyteorder("<")
     np.testing.assert_array_equal(back["a"], array)
     assert back["a"].flags.writeable
@@ -35,17 +35,58 @@ def test_objects_do_not_travel(value):
         protocol.encode({"value": value})
 
 
-def test_an_array_that_claims_objects_is_refused():
-    head = msgpack.packb(["|O", [1]])
-    body = msgpack.packb({"a": msgpack.ExtType(1, head + b"12345678")})
-    with pytest.raises(ProtocolError, match="not a message"):
-        protocol.decode(body)
+def _body(*extension, tail=b""):
+    """A body whose only array is described by `extension`."""
+    message = msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(list(extension)))})
+    padding = bytes(-(4 + len(message)) % 8)
+    return bytearray(struct.pack(">I", len(message)) + message + padding + tail)
 
 
-def test_a_shape_that_does_not_fit_its_bytes_is_refused():
-    head = msgpack.packb(["<f4", [1000000]])
+def test_the_layout_is_what_the_module_says():
+    """A frame made by hand, byte by byte, is what `encode` makes; two arrays begin at 0 and 8."""
+    sent = {"a": np.array([1, 2, 3], np.uint8), "b": np.array([1.0], np.float32)}
+    extensions = [msgpack.packb(["|u1", [3], 0]), msgpack.packb(["<f4", [1], 8])]
+    message = msgpack.packb({k: msgpack.ExtType(1, e) for k, e in zip("ab", extensions, strict=True)})
+    padding = bytes(-(4 + len(message)) % 8)
+    arrays = b"\x01\x02\x03" + bytes(5) + struct.pack("<f", 1.0) + bytes(4)
+    body = struct.pack(">I", len(message)) + message + padding + arrays
+    assert protocol.encode(sent) == struct.pack(">I", len(body)) + body
+
+
+def test_arrays_begin_at_multiples_of_eight():
+    odd = {"a": np.zeros(3, np.uint8), "b": np.arange(3, dtype=np.float64), "c": np.zeros((0, 2), np.float32)}
+    back = protocol.decode(bytearray(protocol.encode(odd)[4:]))
+    assert back["b"].flags.aligned
+    assert back["c"].shape == (0, 2)
+    np.testing.assert_array_equal(back["b"], [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "extension",
+    [
+        ["|O", [1], 0],
+        ["<f4", [1000000], 0],
+        ["<f4", [-2], 0],
+        ["<f4", [2], -8],
+        ["<f4", [2], 8],
+        ["<f4", [2**40, 2**40], 0],
+        ["<f4", [2.0], 0],
+        ["<f4", [True], 0],
+        ["nonsense", [1], 0],
+        ["<f4", [1]],
+        ["<f4", [0] * 100, 0],
+    ],
+    ids=str,
+)
+def test_an_array_that_does_not_fit_its_bytes_or_claims_objects_is_refused(extension):
     with pytest.raises(ProtocolError, match="not a message"):
-        protocol.decode(msgpack.packb({"a": msgpack.ExtType(1, head + b"1234")}))
+        protocol.decode(_body(*extension, tail=b"12345678"))
+
+
+@pytest.mark.parametrize("body", [b"", b"\0\0", struct.pack(">I", 9) + b"\x80", struct.pack(">I", 1) + b"\x90"])
+def test_a_body_that_is_no_message_is_refused(body):
+    with pytest.raises(ProtocolError, match="frame: "):
+        protocol.decode(bytearray(body))
 
 
 def test_an_announced_length_is_checked_before_memory_is_taken():

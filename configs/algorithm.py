@@ -37,7 +37,7 @@ class SftSpec(Spec):
     microbatch_size: int = Field(gt=0, description="Samples of one optimizer step.")
     optimizer: AdamSpec
     cosine: bool = Field(default=True, description="Decay the learning rate to 0 over all steps by half a cosine.")
-    seed: int = Field(default=0, ge=0, description="Seeds initial weights and sample order.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seeds initial weights and sample order.")
 
 
 class PpoSpec(Spec):
@@ -54,7 +54,7 @@ class PpoSpec(Spec):
     clip_coef: float = Field(default=0.2, gt=0)
     value_coef: float = Field(default=0.5, ge=0)
     entropy_coef: float = Field(default=0.0, ge=0)
-    epochs: int = Field(default=4, gt=0, description="Passes over a job's samples.")
+    epochs: int = Field(default=4, gt=0, le=64, description="Passes over a job's samples.")
     microbatch_size: int = Field(gt=0, description="Samples of one optimizer step.")
     log_prob_granularity: Literal["action", "chunk"] = Field(
         default="action", description="Ratio per action of the chunk (stable) or per whole chunk."

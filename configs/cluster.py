@@ -38,6 +38,9 @@ class ClusterSpec(Spec):
     max_pinned_versions: int = Field(
         default=4, gt=0, description="Serving versions kept a tenant beside the current one."
     )
+    max_job_bytes: int = Field(
+        default=2 << 30, gt=0, description="Pictures of one training job at most; a service holds a job in memory."
+    )
     max_active_rollouts: int = Field(default=3, gt=0, description="Rollouts at one time over all tenants.")
     max_environment_hosts: int = Field(default=8, gt=0, description="Simulator processes at one time.")
     lease_s: float = Field(default=60.0, gt=0, description="A job's lease runs out after this without renewal.")

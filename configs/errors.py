@@ -47,6 +47,10 @@ class ServiceUnavailable(JoyNexusError):
     """A resident service is not there (yet, or any more); the caller may look it up again and retry by id."""
 
 
+class NoReply(ServiceUnavailable):
+    """A service did not answer in time; it may be at work still, so a call that joins by its id may be repeated."""
+
+
 def refusal(field: str, given: object, possible: str, remedy: str) -> str:
     """One line in the form every message has: the field, what was given, what is possible, what to do."""
     return f"{field}: got {given!r}; possible: {possible}; {remedy}"

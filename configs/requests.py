@@ -76,7 +76,7 @@ class PretrainRequest(Spec):
     """Pretrain the tiny base to ground objects, goals and grippers."""
 
     name: Name = Field(default="tiny-qwen3-vl-repeat", description="Folder under the home's models that is written.")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     steps: int = Field(default=2000, gt=0, description="Optimizer steps.")
     # An episode gives several scenes of one seed, so a million stays far within the seeds of pretraining.
     scenes: int = Field(

@@ -135,6 +135,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         evaluated_in = faults.kept(lambda: presets.environment(name, "evaluation.environment"))
     if training is not None:
         _check_widths(faults, workload, training)
+        _check_job_bytes(faults, workload, training, cluster)
         if training.environment is not None:
             _check_renderer(faults, "environment", training.environment, cluster)
     if base is not None and training is not None:
@@ -222,6 +223,26 @@ def _check_widths(faults: _Faults, workload: WorkloadSpec, training: TrainingInt
     ):
         if given != len(stats.mean):
             faults.add(field, given, f"{len(stats.mean)} (of {training.source})", "declare that width")
+
+
+def _check_job_bytes(
+    faults: _Faults, workload: WorkloadSpec, training: TrainingInterface, cluster: ClusterSpec
+) -> None:
+    """One tenant's job must not fill the memory that all share."""
+    a_sample = sum(3 * camera.height * camera.width for camera in training.cameras)
+    samples = sample_count(workload.algorithm)
+    if a_sample * samples > cluster.max_job_bytes:
+        terms = (
+            "num_envs × rollout_steps"
+            if isinstance(workload.algorithm, PpoSpec)
+            else "batches_per_job × microbatch_size"
+        )
+        faults.add(
+            f"algorithm.{terms}",
+            f"{samples} samples of {a_sample} bytes of pictures",
+            f"up to {cluster.max_job_bytes // a_sample} ({cluster.max_job_bytes} bytes a job)",
+            "make the job smaller and take more of them",
+        )
 
 
 def _check_cameras(faults: _Faults, base: BaseModelSpec, training: TrainingInterface) -> None:

@@ -1,10 +1,10 @@
 """The protocol between an environment host and those who drive it: msgpack frames over a local socket.
 
 Frame: 4 bytes, the body's length (unsigned, big-endian), then the body: 4 bytes, the message's length; the message in
-msgpack; zeros up to a multiple of 8; the arrays' bytes in C order, each from a multiple of 8 on. In the message an array
-is msgpack extension 1: `[dtype string, shape, where its bytes begin in the body]`, in msgpack. So a picture is copied
-once on each side. Nothing is pickled, a body is at most `MAX_BODY_BYTES`, and only plain number types are taken, so that
-a tenant's own simulator can be at the other end.
+msgpack; zeros up to a multiple of 8; the arrays' bytes in C order, each from a multiple of 8 on. In the message an
+array is msgpack extension 1: `[dtype string, shape, where its bytes begin, counted from the first array's]`, in
+msgpack. So a picture is copied once on each side. Nothing is pickled, a body is at most `MAX_BODY_BYTES`, and only
+plain number types are taken, so that a tenant's own simulator can be at the other end.
 
 Request  `{"id": int, "op": str, "token": str | None, **fields}`; reply `{"id": int, "result": …}` or
 `{"id": int, "error": {"type": NAME, "message": one line}}`, NAME being a class of `configs.errors`.

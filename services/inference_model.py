@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,7 @@ class InferenceModelService:
         self._prepare = ThreadPoolExecutor(1, thread_name_prefix="infer-prepare")
         self._loops = EnvironmentLoops(Home(Path(home)).partitions, self._batching.max_batch_size)
         self._busy = BusyLog()
-        self._rollouts: dict[str, asyncio.Task[dict[str, Any]]] = {}  # {job_id: collection under way}
+        self._under_way: dict[str, asyncio.Task[dict[str, Any]]] = {}  # {job or run id: its rollout or evaluation}
         self._batches = self._batched_requests = self._batched_rows = 0
 
     async def ping(self) -> str:
@@ -259,12 +259,14 @@ class InferenceModelService:
         Raises:
             EnvironmentFault, TenantFault, Conflict: nothing is written then.
         """
-        job_id = job["job_id"]
-        if job_id not in self._rollouts:
-            # A caller whose reply was lost asks again while the first collection still runs: it joins that one.
-            self._rollouts[job_id] = asyncio.get_running_loop().create_task(self._rollout(config, job))
-            self._rollouts[job_id].add_done_callback(lambda _: self._rollouts.pop(job_id, None))
-        return await asyncio.shield(self._rollouts[job_id])
+        return await self._joined(job["job_id"], lambda: self._rollout(config, job))
+
+    async def _joined(self, run_id: str, begin: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
+        """A caller whose reply was lost asks again while the first loop still runs: it joins that one."""
+        if run_id not in self._under_way:
+            self._under_way[run_id] = asyncio.get_running_loop().create_task(begin())
+            self._under_way[run_id].add_done_callback(lambda _: self._under_way.pop(run_id, None))
+        return await asyncio.shield(self._under_way[run_id])
 
     async def _rollout(self, config: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         backend = BackendConfig.model_validate(config)
@@ -298,33 +300,37 @@ class InferenceModelService:
     ) -> dict[str, Any]:
         """Run episodes under one version, pinned from the first step to the last.
 
-        `sampled` draws actions as in training, seeded by `first_seed`; else the mean is taken.
+        `sampled` draws actions as in training, seeded by `first_seed`; else the mean is taken. A second call with the
+        `run_id` of one under way joins it.
 
         Returns:
             {"policy_version", "episodes", "successes", "success_rate", "mean_return", "mean_length", "outcomes"}.
         """
         spec = EnvironmentSpec.model_validate(environment)
-        policies = self._policies(tenant_id)
-        policy = policies.pin(policy_version)
-        try:
-            bound = self._bound(policy, _generator(first_seed) if sampled else None)
-            result = await self._loops.evaluate(
-                tenant_id,
-                spec,
-                bound,
-                policy.config,
-                policy.version,
-                episodes=episodes,
-                first_seed=first_seed,
-                num_envs=num_envs,
-                hosts=hosts,
-                blanked=blanked,
-                run_id=run_id,
-            )
-        finally:
-            policies.release(policy.version)
-        outcomes = [result.success[n] for n in range(episodes)]
-        return {"policy_version": policy.version, **result.summary(), "outcomes": outcomes}
+
+        async def evaluation() -> dict[str, Any]:
+            policies = self._policies(tenant_id)
+            policy = policies.pin(policy_version)
+            try:
+                result = await self._loops.evaluate(
+                    tenant_id,
+                    spec,
+                    self._bound(policy, _generator(first_seed) if sampled else None),
+                    policy.config,
+                    policy.version,
+                    episodes=episodes,
+                    first_seed=first_seed,
+                    num_envs=num_envs,
+                    hosts=hosts,
+                    blanked=blanked,
+                    run_id=run_id,
+                )
+            finally:
+                policies.release(policy.version)
+            outcomes = [result.success[n] for n in range(episodes)]
+            return {"policy_version": policy.version, **result.summary(), "outcomes": outcomes}
+
+        return await self._joined(run_id, evaluation)
 
     # lookups
 

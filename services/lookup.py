@@ -13,7 +13,7 @@ from typing import Any
 
 from distributed import Client, get_client, get_worker
 
-from configs.errors import ServiceUnavailable
+from configs.errors import NoReply, ServiceUnavailable
 
 SCHEDULER = "joynexus-scheduler"
 TRAINING = "joynexus-training"
@@ -40,7 +40,7 @@ class Service:
             try:
                 return await asyncio.wait_for(_invoke(self._actor, method, args, kwargs), self._timeout_s)
             except TimeoutError:
-                raise ServiceUnavailable(
+                raise NoReply(
                     f"{self.name}.{method}: no reply in {self._timeout_s:g} s; possible: it hangs or is overloaded; "
                     "see `joynexus status` and the log of its worker"
                 ) from None

@@ -94,16 +94,25 @@ class MetricsService:
             self._flusher = asyncio.create_task(self._flush_for_ever())
 
     async def flush(self) -> None:
-        """Write what is buffered; after a failure it stays buffered and the error is raised."""
-        async with self._flushing:  # two flushes at one time would write the same points twice
-            for run_id in list(self._buffer):
-                while points := self._buffer[run_id][:_BATCH]:
-                    await self._run(self._write, run_id, points)
-                    # only now: a failed write leaves its points; what `log` appended meanwhile stands behind them
-                    del self._buffer[run_id][: len(points)]
-                    self._written += len(points)
-                del self._buffer[run_id]
+        """Write what is buffered; after a failure that run's points stay, the others' are written, and it is raised."""
+        failure: Exception | None = None
+        for run_id in list(self._buffer):
+            try:
+                await self._flush_run(run_id)
+            except Exception as error:  # noqa: BLE001 - raised below; MLflow raises sqlite's errors and its own
+                failure = error
+        if failure is not None:
+            raise failure
         self._last_error = None
+
+    async def _flush_run(self, run_id: str) -> None:
+        async with self._flushing:  # two flushes at one time would write the same points twice
+            while points := self._buffer.get(run_id, [])[:_BATCH]:
+                await self._run(self._write, run_id, points)
+                # only now: a failed write leaves its points; what `log` appended meanwhile stands behind them
+                del self._buffer[run_id][: len(points)]
+                self._written += len(points)
+            self._buffer.pop(run_id, None)
 
     async def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
         """(step, value) of a metric as far as it is written, by step."""
@@ -118,7 +127,7 @@ class MetricsService:
         """
         if run_id in self._closed:
             return
-        await self.flush()
+        await self._flush_run(run_id)
         await self._run(self._terminate, run_id, status)
         self._closed.add(run_id)
 

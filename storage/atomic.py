@@ -77,6 +77,12 @@ def remove_folder(folder: Path) -> bool:
     return True
 
 
+def replace_folder(new: Path, final: Path) -> None:
+    """`new`, whole, takes the place of `final`, which may be there or not; a kill in between leaves neither torn."""
+    remove_folder(final)
+    os.rename(new, final)
+
+
 def sweep(parent: Path, older_than_s: float = 0.0) -> int:
     """Remove what killed writers left under `parent`; returns how many.
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from numpy.typing import NDArray
 
@@ -220,7 +222,7 @@ class AdapterRegistry:
         return [version for known in names for version in self._search(known)]
 
     def _read(self, found: ModelVersion) -> ResolvedAdapter:
-        payload = read_payload(Path(str(found.source).removeprefix("file://")), ("params",))
+        payload = read_payload(Path(url2pathname(urlsplit(str(found.source)).path)), ("params",))
         return ResolvedAdapter(
             found.name, int(found.version), payload.groups["params"], payload.manifest, dict(found.tags)
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from configs import presets
 from configs.errors import Conflict, EnvironmentFault, refusal
 from configs.requests import SEEDS_PER_EPISODE, CollectRequest
 from services.environment_client import SessionClient
+from storage.atomic import WRITING, replace_folder
 from storage.demonstrations import LeRobotWriter
 from tasks.connection import Platform
 
@@ -31,10 +31,10 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
     """
     spec = presets.environment(request.environment)
     folder = platform.home.datasets / request.dataset
-    if folder.exists():
-        if not request.replace:
-            raise Conflict(refusal("dataset", request.dataset, "a new name", "choose one, or set replace"))
-        await asyncio.to_thread(shutil.rmtree, folder)
+    if folder.exists() and not request.replace:
+        raise Conflict(refusal("dataset", request.dataset, "a new name", "choose one, or set replace"))
+    # An old dataset stays until the new one is whole.
+    writing = platform.home.datasets / WRITING / f"{request.dataset}.{task_run.id}" if folder.exists() else folder
     environments = await platform.environments()
     opened = await environments.open(
         {
@@ -48,7 +48,7 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
     )
     session = SessionClient.direct(opened)
     writer = LeRobotWriter(
-        folder,
+        writing,
         fps=FPS,
         cameras={c.name: (c.height, c.width) for c in spec.cameras},
         state_width=spec.state_width,
@@ -79,6 +79,8 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
     finally:
         session.disconnect()
         await environments.close(opened["session_id"])
+    if writing != folder:
+        await asyncio.to_thread(replace_folder, writing, folder)
     return {"dataset": request.dataset, "episodes": request.episodes, "frames": frames, "tried": tried}
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from distributed import Client
 
 from configs import presets
 from configs.cluster import ClusterSpec
+from configs.errors import NoReply
 from configs.home import Home
 from configs.platform import PlatformAddresses, addresses
 from services import lookup
+
+logger = logging.getLogger(__name__)
 
 
 class Platform:
@@ -33,6 +38,23 @@ class Platform:
         if name not in self._services:
             self._services[name] = await lookup.service(name, self.client, timeout_s=self.cluster.call_timeout_s)
         return self._services[name]
+
+    async def patiently(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A call that may take longer than `call_timeout_s`: repeated while its service answers a ping.
+
+        For methods that join a call under way by its id; another one would be carried out twice.
+
+        Raises:
+            NoReply: the service is silent to a ping too.
+        """
+        while True:
+            found = await self.service(name)
+            try:
+                return await getattr(found, method)(*args, **kwargs)
+            except NoReply as late:
+                if await lookup.reachable(name, self.client) is None:
+                    raise
+                logger.info("%s; it answers, so it is asked again", late)
 
     def forget(self) -> None:
         """Look services up again at the next use; for callers that saw ServiceUnavailable."""

@@ -12,6 +12,7 @@ from prefect.runtime import task_run
 from configs import presets
 from configs.errors import SpecError, refusal
 from configs.requests import EvaluateRequest
+from services import lookup
 from tasks.connection import Platform
 
 ADAPTER_PREFIX = "models:/"
@@ -46,8 +47,9 @@ async def resolve_target(platform: Platform, target: str) -> Target:
 @task(task_run_name="evaluate {target.serving}", cache_policy=NO_CACHE)
 async def run_evaluation(platform: Platform, request: EvaluateRequest, target: Target) -> dict[str, Any]:
     """Run the episodes; the service pins the version from the first step to the last."""
-    inference = await platform.inference()
-    result: dict[str, Any] = await inference.evaluate(
+    result: dict[str, Any] = await platform.patiently(
+        lookup.INFERENCE,
+        "evaluate",
         target.serving,
         presets.environment(request.environment).model_dump(mode="json"),
         episodes=request.episodes,

@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from configs.algorithm import PpoSpec, SftSpec
 from configs.errors import Conflict, JoyNexusError, LeaseLost, ServiceUnavailable
+from services import lookup
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
 from storage.sample_order import sample_indices
@@ -106,8 +107,7 @@ async def _fail(platform: Platform, job: dict[str, Any], error: BaseException) -
 async def rollout(platform: Platform, tenant: OpenedTenant, job: dict[str, Any]) -> dict[str, Any]:
     """Have the inference service collect the reserved job's partition; the job's next stage then waits for a worker."""
     async with carried_out(platform, job):
-        inference = await platform.inference()
-        summary: dict[str, Any] = await inference.rollout(tenant.config, job)
+        summary: dict[str, Any] = await platform.patiently(lookup.INFERENCE, "rollout", tenant.config, job)
     algorithm = tenant.backend.algorithm
     assert isinstance(algorithm, PpoSpec)
     state = "needs_actor_forward" if algorithm.actor_forward else "needs_advantages"
@@ -200,8 +200,8 @@ async def _stage(platform: Platform, job: dict[str, Any], verb: str, next_state:
 async def train_job(platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
     """Have the training service consume the leased job; RL parameters are published before the job completes."""
     async with carried_out(platform, job), renewed_lease(platform, job):
+        result: dict[str, Any] = await platform.patiently(lookup.TRAINING, "train_job", job)
         training = await platform.training()
-        result: dict[str, Any] = await training.train_job(job)
         if job["task_type"] == "rl":
             await training.publish(job["tenant_id"])
     # Before the job completes: with the last one the workload ends, and its run takes no more points.

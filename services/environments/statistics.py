@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from configs import seeds
 from services.environments.adapter import Adapter, make_adapter
 from services.environments.batch import EnvironmentBatch
 
-_SEED = 900_000_000
-"""First seed used here; far from those of training and evaluation."""
+_SEED = seeds.PRETRAINING.stop - 1_000_000
+"""First seed used here: pretraining's last million, which no training, demonstration or evaluation shares."""
 LEAST_STD = 0.01
 """Deviations are not given smaller than this."""
 
@@ -47,7 +48,8 @@ def _measure(
             action = random.uniform(adapter.action_low, adapter.action_high).astype(np.float32)
             states.append(observation["proprioception"])
             actions.append(action[None])
-            observation = batch.batch_step(action[None, None], [int(random.integers(_SEED))])["observation"]
+            after = _SEED + int(random.integers(500_000, 1_000_000))
+            observation = batch.batch_step(action[None, None], [after])["observation"]
     state, action = np.concatenate(states).astype(np.float64), np.concatenate(actions).astype(np.float64)
     # A pose that hardly ever changes would otherwise turn its smallest change into many deviations.
     return {

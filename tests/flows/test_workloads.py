@@ -27,6 +27,7 @@ from joynexus.demo import job_run_counts
 from services import lookup
 from services.mirror_state import prefect_state
 from storage.checkpoints import CheckpointStore
+from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
 from tests.flows.running import Running, running, workload
 
@@ -54,6 +55,23 @@ def dataset(platform: PlatformAddresses, home: Home) -> str:
 
     asyncio.run(collect())
     return DATASET
+
+
+def test_a_dataset_is_replaced_only_by_a_whole_one(platform: PlatformAddresses, home: Home, dataset: str) -> None:
+    """Refused without `replace`; with it the new one takes the name, and nothing is left beside it."""
+
+    async def main() -> None:
+        async with running(platform, home) as here:
+            request = CollectRequest(dataset="again", environment="reach", episodes=2, hosts=1)
+            for asked in (request, request.model_copy(update={"episodes": 3, "replace": True})):
+                await here.completed(await here.api.start("collect", {"request": asked.model_dump(mode="json")}))
+                assert LeRobotDataset(home.datasets / "again").num_episodes == asked.episodes
+            refused = await here.ended(await here.api.start("collect", {"request": request.model_dump(mode="json")}))
+            assert "choose one, or set replace" in refused["state"]["message"]
+            assert LeRobotDataset(home.datasets / "again").num_episodes == 3
+            assert list((home.datasets / ".writing").glob("again*")) == []
+
+    asyncio.run(main())
 
 
 def sft(tenant: str, dataset: str, **changes: Any) -> WorkloadSpec:

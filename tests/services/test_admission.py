@@ -72,7 +72,16 @@ def refused(spec: WorkloadSpec, home: Path, cluster: ClusterSpec = LAPTOP) -> li
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(f"{spec.tenant.name}: ")
-    fields = ("base_model", "environment", "data.", "action_module.", "cameras", "evaluation.", "resources.")
+    fields = (
+        "base_model",
+        "environment",
+        "data.",
+        "action_module.",
+        "cameras",
+        "evaluation.",
+        "resources.",
+        "algorithm.",
+    )
     faults = message.removeprefix(f"{spec.tenant.name}: ").split("; ")
     starts = [i for i, part in enumerate(faults) if part.startswith(fields) and ": got " in part]
     return ["; ".join(faults[i:j]) for i, j in zip(starts, [*starts[1:], len(faults)], strict=True)]
@@ -88,6 +97,15 @@ def test_a_compiled_workload_carries_all_that_it_declared(tmp_path: Path) -> Non
     assert admit(workload(), Home(tmp_path), LAPTOP).start == "fresh"
     assert config.policy.instruction == "reach the red target"
     assert config.sample_count == 8 * 64
+
+
+def test_a_job_that_fills_the_services_memory_is_refused(tmp_path: Path) -> None:
+    """64 × 64 × 3 = 12,288 bytes a sample: 2 GiB hold 174,762 of them; 8 × 21,846 = 174,768 are six too many."""
+    spec = workload(algorithm__rollout_steps=21_846)
+    (fault,) = refused(spec, tmp_path)
+    assert "algorithm.num_envs × rollout_steps: got '174768 samples of 12288 bytes of pictures'" in fault
+    assert "up to 174762 (2147483648 bytes a job)" in fault
+    admit(workload(algorithm__rollout_steps=21_845), Home(tmp_path), LAPTOP)
 
 
 @pytest.mark.usefixtures("without_renderer")

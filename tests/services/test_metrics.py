@@ -107,6 +107,27 @@ def test_failed_write_is_tried_again(uri: str, tmp_path: Path) -> None:
     serve(uri, tmp_path, story, interval_s=0.05)
 
 
+def test_one_runs_failure_hinders_no_others_points(uri: str, tmp_path: Path) -> None:
+    """A run deleted by hand takes no points any more; the others' are written, and their runs close."""
+
+    async def story(service: MetricsService) -> None:
+        gone = await service.open_run("gone", "rl", PARAMS)
+        stays = await service.open_run("stays", "rl", PARAMS)
+        await service._run(lambda: service._tracking().delete_run(gone))
+        await service.log(gone, {"loss": 1.0}, 0)
+        await service.log(stays, {"loss": 2.0}, 0)
+        with pytest.raises(Exception, match="deleted"):
+            await service.flush()
+        assert await service.history(stays, "loss") == [(0, 2.0)]
+        await service.log(stays, {"loss": 3.0}, 1)
+        await service.close_run(stays)
+        assert await service.history(stays, "loss") == [(0, 2.0), (1, 3.0)]
+        assert (await service.status())["buffered"] == 1
+        service._buffer.clear()
+
+    serve(uri, tmp_path, story)
+
+
 def test_buffer_is_bounded(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While MLflow cannot be written the oldest points go, and it is said how many."""
 

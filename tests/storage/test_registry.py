@@ -51,6 +51,13 @@ def test_round_trip(registry: AdapterRegistry, uri: str, name: str) -> None:
     assert found.tags["job"] == "job1"
 
 
+def test_a_folder_with_spaces_and_signs_is_read(uri: str, tmp_path: Path, name: str) -> None:
+    """MLflow keeps a location as a URL, in which they are escaped."""
+    registry = AdapterRegistry(uri, tmp_path / "my robots #1 100%" / "artifacts")
+    version = register(registry, name)
+    assert arrays_equal(registry.resolve(f"models:/{name}/{version}").params, PARAMS)
+
+
 def test_create_and_migrate_twice(uri: str) -> None:
     """It may run at every start."""
     create_and_migrate(uri)

@@ -103,6 +103,7 @@ def run_demo(home: Home | None, *, keep: bool, without_renderer: bool) -> int:
         if not was_up:
             processes.down(home)
         raise
+    console.print()  # a live table leaves its last line open where there is no terminal
     print_report(console, report, without_renderer)
     console.print(f"report: {FOLDER / REPORT}, picture: {FOLDER / TIMELINE}", soft_wrap=True)
     faults = report_faults(report, workloads)

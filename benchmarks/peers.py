@@ -16,8 +16,7 @@ from configs import presets
 from configs.algorithm import SftSpec
 from configs.backend import PolicyConfig
 from configs.home import PROJECT_ROOT
-from kernels import action_modules
-from kernels.backbone import Backbone
+from kernels import action_modules, backbones
 from kernels.normalisation import Normaliser
 from services.environments.adapter import make_adapter
 
@@ -26,7 +25,7 @@ class PlainPolicy:
     """One tenant's policy in this process: the base, an action module, and statistics."""
 
     def __init__(self, config: PolicyConfig) -> None:
-        self.backbone = Backbone.from_pretrained(config.base_model, PROJECT_ROOT)
+        self.backbone = backbones.load(config.base_model, PROJECT_ROOT)
         self.module = action_modules.build(config.action_module, config.base_model, config.seed)
         self.cameras = [camera.name for camera in config.cameras]
         self.state = Normaliser.from_statistics(config.state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
 
 from configs.errors import SpecError
 
@@ -17,6 +17,17 @@ class Spec(BaseModel):
     """A declaration: unknown keys are refused, values cannot be changed after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class ChoiceInForms:
+    """Prefect's form offers `anyOf` as a choice, but shows `oneOf`, which a discriminator makes, as bare JSON."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = dict(handler(core_schema))
+        schema["anyOf"] = schema.pop("oneOf")
+        schema.pop("discriminator")
+        return schema
 
 
 def checked_name(value: str) -> str:

@@ -10,6 +10,7 @@ is seen by nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -81,7 +82,7 @@ class PromptBuilder:
         ]
         marks = [self._mark(mark) for mark in ACTION_MARKS]
         self._actions = [marks[i % len(marks)] for i in range(spec.num_action_tokens)]
-        self.build = lru_cache(maxsize=4096)(self._build)
+        self.build: Callable[[str, int, str | None], Prompt] = lru_cache(maxsize=4096)(self._build)
 
     def _mark(self, mark: str) -> int:
         token = self._tokenizer.convert_tokens_to_ids(mark)

@@ -17,8 +17,8 @@ from configs.algorithm import PpoSpec, SftSpec
 from configs.errors import TenantFault
 from kernels.action_modules import ActionModule
 from kernels.advantages import standardise
-from kernels.features import VLAFeature
-from kernels.losses import PpoCounts, ppo, ppo_counts, sft_l1, sft_valid_count
+from kernels.features import VLAFeature, concatenated
+from kernels.losses import PpoCounts, ppo, ppo_counts, sft_valid_count
 
 Encode = Callable[[slice], VLAFeature]
 
@@ -93,7 +93,7 @@ def sft_update(
     passes: int = 1,
     generator: torch.Generator | None = None,
 ) -> dict[str, float]:
-    """One optimizer step a microbatch, L1 on normalised chunks: consecutive ones first, then shuffled passes.
+    """One optimizer step a microbatch on the module's imitation loss: consecutive ones first, then shuffled passes.
 
     Args:
         module: trained in place.
@@ -104,7 +104,7 @@ def sft_update(
         is_pad: bool [n, H].
         microbatch_size: samples of one step.
         passes: over the samples; features of the first are kept for the others.
-        generator: shuffles the passes after the first; its state moves on.
+        generator: shuffles the passes after the first, and draws what the module's loss asks for; its state moves on.
 
     Returns:
         {"loss", "grad_norm"}, means over the steps.
@@ -115,19 +115,18 @@ def sft_update(
 
     def step(feature: VLAFeature, rows: slice | Tensor) -> None:
         count = sft_valid_count(is_pad[rows], action.shape[2])
-        predicted = module.mean(feature, proprioception[rows])
-        loss = sft_l1(predicted, action[rows], is_pad[rows], count)
+        loss = module.imitation_loss(feature, proprioception[rows], action[rows], is_pad[rows], count, generator)
         norms.append(optimizer.step(loss, parameters))
         losses.append(loss.item())
 
-    kept: list[Tensor] = []
+    kept: list[VLAFeature] = []
     for rows in _consecutive(len(action), microbatch_size):
         feature = encode(rows)
         if passes > 1:
-            kept.append(feature.action_tokens)
+            kept.append(feature)
         step(feature, rows)
     for _ in range(passes - 1):
-        features = VLAFeature(torch.cat(kept))
+        features = concatenated(kept)
         for index in torch.randperm(len(action), generator=generator).split(microbatch_size):
             step(features[index], index)
     return {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from configs.backend import PolicyConfig
 from configs.errors import TenantFault, refusal
-from kernels.backbone import Backbone
+from kernels.backbones import Backbone
 from kernels.features import PrefixBatch
 from kernels.normalisation import Normaliser, require_finite, state_text
 

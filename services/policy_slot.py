@@ -22,8 +22,8 @@ from configs.backend import BackendConfig, PolicyConfig
 from configs.errors import TenantFault, refusal
 from kernels import action_modules
 from kernels.advantages import ESTIMATORS
-from kernels.backbone import Backbone
-from kernels.features import VLAFeature
+from kernels.backbones import Backbone
+from kernels.features import VLAFeature, concatenated
 from kernels.updates import Optimizer, new_optimizer, ppo_update, sft_update
 from services.interface import Interface
 from storage.checkpoints import CheckpointStore
@@ -192,8 +192,8 @@ class PolicySlot:
                 "instructions": data["instructions"][some],
             }
             prefix, _ = self._interface.prepare(backbone, observation)
-            parts.append(backbone.encode(prefix).action_tokens)
-        return VLAFeature(torch.cat(parts))
+            parts.append(backbone.encode(prefix, self.module.reads))
+        return concatenated(parts)
 
     # checkpoints
 

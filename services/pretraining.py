@@ -22,7 +22,7 @@ from services.environments import renderer
 from services.grounding_scenes import FRAMES_AN_EPISODE, THINGS, render_scenes
 
 if TYPE_CHECKING:
-    from kernels.backbone import Backbone
+    from kernels.backbones import Qwen3VlBackbone
     from kernels.pretraining import Scenes
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def train_base(
     import torch
 
     from kernels import tiny_qwen3_vl
-    from kernels.backbone import Backbone
+    from kernels.backbones import Qwen3VlBackbone
     from kernels.pretraining import GroundingTrainer
 
     spec = presets.base_model(base_model)
@@ -100,7 +100,7 @@ def train_base(
     model = tiny_qwen3_vl.random_model(spec, tokenizer, seed)
     # Padding is seen by nothing, so training may leave it out.
     unpadded = spec.model_copy(update={"length_bucket": 1})
-    backbone = Backbone(unpadded, model.model, tokenizer, tiny_qwen3_vl.image_processor())
+    backbone = Qwen3VlBackbone(unpadded, model.model, tokenizer, tiny_qwen3_vl.image_processor())
     trainer = GroundingTrainer(backbone, train, seed=seed, steps=steps)
     losses = []
     for step in range(steps):
@@ -180,7 +180,7 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _save(folder: Path, backbone: Backbone, model: Any, report: dict[str, Any]) -> None:
+def _save(folder: Path, backbone: Qwen3VlBackbone, model: Any, report: dict[str, Any]) -> None:
     """Write beside the target, then swap, so that whoever loads it finds an old or a new one and nothing half."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     mark = secrets.token_hex(4)

@@ -34,14 +34,14 @@ class Prediction:
     Attributes:
         action: float32 [B, H, A], in the policy's normalised space, as sampled (before any clipping).
         environment_action: float32 [B, H, A], in the environment's units.
-        log_prob: float32 [B, H].
-        value: float32 [B].
+        log_prob: float32 [B, H]; None from an action module that does not learn by RL.
+        value: float32 [B]; None likewise.
     """
 
     action: np.ndarray
     environment_action: np.ndarray
-    log_prob: np.ndarray
-    value: np.ndarray
+    log_prob: np.ndarray | None
+    value: np.ndarray | None
 
 
 Policy = Callable[[Observation], Awaitable[Prediction]]
@@ -279,10 +279,11 @@ async def _values(values: Policy, observations: Sequence[Observation], at_a_time
     """V of all rows, float32, in order."""
     everything = concatenated(observations)
     rows = len(everything["instructions"])
-    parts = [
-        (await values(rows_of(everything, range(start, min(start + at_a_time, rows))))).value
-        for start in range(0, rows, at_a_time)
-    ]
+    parts = []
+    for start in range(0, rows, at_a_time):
+        answered = await values(rows_of(everything, range(start, min(start + at_a_time, rows))))
+        assert answered.value is not None  # only what learns by RL is admitted to rollouts
+        parts.append(answered.value)
     return np.concatenate(parts)
 
 

@@ -48,11 +48,15 @@ def test_the_signature_is_this_one_on_every_machine_and_python() -> None:
         source="models/base",
         dtype="float32",
         hidden_width=128,
+        num_layers=2,
+        num_key_value_heads=2,
+        head_width=32,
+        rope_theta=10000.0,
         num_action_tokens=4,
         image_height=64,
         image_width=64,
     )
-    assert signature(base=base) == "0fc0fa970f79ed2170c66c9f89a9230e25459cbba0e1df760acd944be2b5bf72"
+    assert signature(base=base) == "883501e7ad3a9e60166bf217f9b1a969b9baad4a68789f71d5b9e1618439a486"
 
 
 def test_cameras_are_bound_by_name_not_by_order() -> None:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from configs import presets
-from kernels.backbone import Backbone
+from kernels.backbones import Backbone, Qwen3VlBackbone
 
 
 @pytest.fixture(scope="session")
 def backbone() -> Backbone:
-    return Backbone.random(presets.base_model("tiny-qwen3-vl"), seed=0)
+    return Qwen3VlBackbone.random(presets.base_model("tiny-qwen3-vl"), seed=0)
 
 
 def pictures(rows: int, seed: int, size: int = 64) -> np.ndarray:

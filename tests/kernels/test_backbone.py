@@ -12,8 +12,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from configs import presets
 from configs.errors import SpecError, TenantFault
 from configs.home import PROJECT_ROOT
-from kernels import tiny_qwen3_vl
-from kernels.backbone import Backbone
+from kernels import backbones, tiny_qwen3_vl
+from kernels.backbones import Backbone, Qwen3VlBackbone
 from kernels.image_patches import ImagePatches
 from tests.kernels.conftest import observation, pictures
 
@@ -181,8 +181,8 @@ def test_saved_and_loaded_through_from_pretrained_it_is_the_same(tmp_path: Path)
     model = tiny_qwen3_vl.random_model(spec, words, seed=5)
     for part in (model, words, tiny_qwen3_vl.image_processor()):
         part.save_pretrained(tmp_path / "base")
-    loaded = Backbone.from_pretrained(spec.model_copy(update={"source": "base"}), root=tmp_path)
-    made = Backbone.random(spec, seed=5)
+    loaded = backbones.load(spec.model_copy(update={"source": "base"}), root=tmp_path)
+    made = Qwen3VlBackbone.random(spec, seed=5)
     for name, p in loaded.model.named_parameters():
         assert torch.equal(p, made.model.get_parameter(name)), name
     seen = observation(2, 1, text="reach the red target, naïvely: 0.25")
@@ -193,7 +193,7 @@ def test_saved_and_loaded_through_from_pretrained_it_is_the_same(tmp_path: Path)
 
 def test_the_base_in_the_repository_loads_and_is_small() -> None:
     spec = presets.base_model("tiny-qwen3-vl")
-    loaded = Backbone.from_pretrained(spec, root=PROJECT_ROOT)
+    loaded = backbones.load(spec, root=PROJECT_ROOT)
     assert 1_000_000 < sum(p.numel() for p in loaded.model.parameters()) < 1_500_000
     folder = PROJECT_ROOT / spec.source
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 8 * 2**20
@@ -203,24 +203,23 @@ def test_a_missing_checkpoint_and_a_wrong_width_are_refused(tmp_path: Path) -> N
     spec = presets.base_model("tiny-qwen3-vl")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecError, match=r"source: got .*empty.* possible: a hub id, or a folder with config.json"):
-        Backbone.from_pretrained(spec.model_copy(update={"source": str(tmp_path / "empty")}), root=tmp_path)
+        backbones.load(spec.model_copy(update={"source": str(tmp_path / "empty")}), root=tmp_path)
     with pytest.raises(SpecError, match=r"hidden_width: got 64; possible: 128, the checkpoint's"):
-        Backbone.from_pretrained(spec.model_copy(update={"hidden_width": 64}), root=PROJECT_ROOT)
+        backbones.load(spec.model_copy(update={"hidden_width": 64}), root=PROJECT_ROOT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_base_for_a_gpu_is_refused_where_there_is_none() -> None:
     """Before anything is fetched."""
     with pytest.raises(SpecError, match="device: got 'cuda'; possible: cpu, since torch sees no GPU here; start"):
-        Backbone.from_pretrained(presets.base_model("qwen3-vl-4b"), root=PROJECT_ROOT)
+        backbones.load(presets.base_model("qwen3-vl-4b"), root=PROJECT_ROOT)
 
 
 def test_a_base_in_bfloat16_gives_float32_features_close_to_those_in_float32() -> None:
     """The large base's precision, tried on the small one."""
     spec = presets.base_model("tiny-qwen3-vl")
     exact, rounded = (
-        Backbone.from_pretrained(spec.model_copy(update={"dtype": dtype}), root=PROJECT_ROOT)
-        for dtype in ("float32", "bfloat16")
+        backbones.load(spec.model_copy(update={"dtype": dtype}), root=PROJECT_ROOT) for dtype in ("float32", "bfloat16")
     )
     seen = observation(3, 1)
     one, other = (base.encode(base.prepare(seen, ["base"])).action_tokens for base in (exact, rounded))
@@ -240,5 +239,5 @@ def test_random_weights_leave_the_global_generator_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    Backbone.random(presets.base_model("tiny-qwen3-vl"), seed=1)
+    Qwen3VlBackbone.random(presets.base_model("tiny-qwen3-vl"), seed=1)
     assert torch.equal(torch.rand(1), expected)

@@ -1,0 +1,183 @@
+"""What every base model family is: observations to prefixes, prefixes to features.
+
+A new family is one file with a subclass, one line in `kernels.backbones.FAMILIES`, and passes
+tests/kernels/test_backbones.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.errors import SpecError, TenantFault, refusal
+from configs.model import BaseModelSpec
+from kernels.features import Part, PrefixBatch, PrefixCache, VLAFeature
+from kernels.prompts import Prompt
+
+ACTION_TOKENS: frozenset[Part] = frozenset({"action_tokens"})
+
+
+class Pictures(Protocol):
+    """Camera pictures to what a family's vision tower reads."""
+
+    def canonical(self, images: np.ndarray, camera: str) -> np.ndarray:
+        """uint8 [B, h, w, 3] of any size to uint8 [B, height, width, 3].
+
+        Raises:
+            TenantFault: if the array is no batch of 8-bit RGB pictures.
+        """
+
+    def patches(self, images: np.ndarray) -> Tensor:
+        """float32 [I, P, patch values] of canonical pictures uint8 [I, height, width, 3]."""
+
+
+class Prompts(Protocol):
+    """Prompts of a family, ending with N action tokens.
+
+    Attributes:
+        build: the prompt of (instruction, number of cameras, text of the state or None); TenantFault if it is too long.
+    """
+
+    pad_token_id: int
+    build: Callable[[str, int, str | None], Prompt]
+
+    def bucket(self, length: int) -> int:
+        """`length` rounded up to the bucket."""
+
+
+class Backbone(ABC):
+    """One base model in memory, frozen, in evaluation mode, with its tokenizer and image processor.
+
+    Calls change no state but caches of shapes and prompts, so threads may share it.
+
+    Attributes:
+        spec: the base model's preset.
+        model: of transformers.
+        pictures, prompts: how observations enter.
+    """
+
+    spec: BaseModelSpec
+    model: Any
+    pictures: Pictures
+    prompts: Prompts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the resident weights."""
+        return sum(t.numel() * t.element_size() for t in self.model.state_dict().values())
+
+    def prepare(
+        self, observation: dict[str, Any], cameras: Sequence[str], proprioception_text: Sequence[str] | None = None
+    ) -> PrefixBatch:
+        """Tokenise and patchify an observation batch.
+
+        Args:
+            observation: {"images": {camera: uint8 [B, h, w, 3]}, "instructions": B strings, …}; not changed.
+            cameras: names that the tenant declared. Pictures enter in the order of sorted names, since the schema
+                signature does not tell orders apart.
+            proprioception_text: B strings for tenants whose state enters the prompt.
+
+        Returns:
+            B rows, padded to the bucket of the longest.
+
+        Raises:
+            TenantFault: on an unknown or missing camera, unequal counts, wrong picture arrays, a prompt too long.
+        """
+        images, instructions = observation["images"], list(observation["instructions"])
+        self._check_cameras(images, cameras)
+        names = sorted(cameras)
+        rows = len(instructions)
+        counts = {f"images.{name}": len(images[name]) for name in names}
+        if proprioception_text is not None:
+            counts["proprioception"] = len(proprioception_text)
+        if rows == 0 or set(counts.values()) != {rows}:
+            raise TenantFault(
+                refusal("instructions", rows, f"one a row, at least one; rows are {counts}", "send equally many of all")
+            )
+        pictures = np.stack([self.pictures.canonical(np.asarray(images[name]), name) for name in names], axis=1)
+        pixels = self.pictures.patches(pictures.reshape(rows * len(names), *pictures.shape[2:]))
+        texts = proprioception_text if proprioception_text is not None else [None] * rows
+        prompts = [self.prompts.build(i, len(names), t) for i, t in zip(instructions, texts, strict=True)]
+        length = self.prompts.bucket(max(len(p.ids) for p in prompts))
+        ids = np.full((rows, length), self.prompts.pad_token_id, np.int64)
+        positions = np.zeros((len(prompts[0].positions), rows, length), np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt.ids)] = prompt.ids
+            positions[:, row, : len(prompt.ids)] = prompt.positions
+        starts = np.array([p.action_start for p in prompts], np.int64)
+        action_index = starts[:, None] + np.arange(self.spec.num_action_tokens)
+        return PrefixBatch(
+            torch.from_numpy(ids),
+            torch.from_numpy(positions),
+            torch.from_numpy(action_index),
+            pixels,
+            (len(names),) * rows,
+        )
+
+    def _check_cameras(self, images: dict[str, Any], cameras: Sequence[str]) -> None:
+        known = f"exactly {sorted(cameras)}"
+        for name in sorted(set(images) - set(cameras)):
+            raise TenantFault(refusal("images", name, known, "remove this camera or declare it"))
+        for name in sorted(set(cameras) - set(images)):
+            raise TenantFault(refusal("images", sorted(images), known, f"send camera {name!r} too"))
+        if not 0 < len(set(cameras)) == len(cameras) <= self.spec.max_cameras:
+            possible = f"1 to {self.spec.max_cameras} different names on base {self.spec.name!r}"
+            raise TenantFault(refusal("cameras", list(cameras), possible, "declare such cameras"))
+
+    def encode(self, prefix: PrefixBatch, parts: Collection[Part] = ACTION_TOKENS) -> VLAFeature:
+        """The wanted parts of a batch's features, without gradients; rows do not depend on their company."""
+        with torch.no_grad():
+            return self.features(prefix, parts)
+
+    def features(self, prefix: PrefixBatch, parts: Collection[Part] = ACTION_TOKENS) -> VLAFeature:
+        """As `encode`, in the caller's gradient mode."""
+        hidden, cache = self._forward(prefix, with_cache="cache" in parts)
+        found: dict[str, Any] = {}
+        if "action_tokens" in parts:
+            index = prefix.action_index.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
+            found["action_tokens"] = hidden.gather(1, index).float()
+        if "tokens" in parts:
+            found["tokens"] = hidden.float()
+        if "cache" in parts:
+            found["cache"] = cache
+        if set(parts) - ACTION_TOKENS:
+            found["mask"] = prefix.mask.to(hidden.device)
+        return VLAFeature(**found)
+
+    @abstractmethod
+    def _forward(self, prefix: PrefixBatch, *, with_cache: bool) -> tuple[Tensor, PrefixCache | None]:
+        """Hidden states [B, L, D] at the tap, and the cache if it is wanted. Nothing is kept on the shared model."""
+
+    def _check_checkpoint(self, found: Mapping[str, float]) -> None:
+        """Hold what the checkpoint says of itself against the preset.
+
+        Raises:
+            SpecError: for the first that differs.
+        """
+        for field, value in found.items():
+            if getattr(self.spec, field) != value:
+                remedy = f"correct preset {self.spec.name}"
+                raise SpecError(refusal(field, getattr(self.spec, field), f"{value}, the checkpoint's", remedy))
+
+
+def check_device(spec: BaseModelSpec) -> None:
+    """Whether the preset's device is here.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        remedy = "start a cluster whose base models are for the CPU, or install the driver and torch's CUDA build"
+        raise SpecError(refusal("device", spec.device, "cpu, since torch sees no GPU here", remedy))
+
+
+def unreadable(spec: BaseModelSpec, error: Exception) -> SpecError:
+    """What a checkpoint that cannot be read says to a person."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    possible = "a hub id, or a folder with config.json, tokenizer.json and safetensors"
+    return SpecError(refusal("source", spec.source, possible, f"correct the preset ({reason})"))

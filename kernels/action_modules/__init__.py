@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from configs.errors import SpecError, refusal
 from configs.model import ActionModuleSpec, BaseModelSpec
@@ -26,7 +27,7 @@ __all__ = [
     "load_parameters",
 ]
 
-MODULES: dict[str, Callable[[ActionModuleSpec, BaseModelSpec, int], ActionModule]] = {
+MODULES: dict[str, Callable[[Any, BaseModelSpec, int], ActionModule]] = {  # each takes the spec of its kind
     "oft": OftModule.build,
 }
 

@@ -39,7 +39,9 @@ class ClusterSpec(Spec):
         default=4, gt=0, description="Serving versions kept a tenant beside the current one."
     )
     max_job_bytes: int = Field(
-        default=2 << 30, gt=0, description="Pictures of one training job at most; a service holds a job in memory."
+        default=1 << 30,
+        gt=0,
+        description="Pictures of one training job at most; while it is collected or read a service holds about thrice.",
     )
     max_active_rollouts: int = Field(default=3, gt=0, description="Rollouts at one time over all tenants.")
     max_environment_hosts: int = Field(default=8, gt=0, description="Simulator processes at one time.")

@@ -12,9 +12,8 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,30 +21,22 @@ from rich.live import Live
 from rich.table import Table
 
 from configs import presets
-from configs.errors import JoyNexusError, SpecError, refusal
+from configs.errors import JoyNexusError, SpecError
 from configs.home import PROJECT_ROOT, Home
 from configs.platform import PlatformAddresses
 from configs.requests import CollectRequest
 from configs.workload import WorkloadSpec
 from joynexus import following, processes, tables
+from joynexus.demo_report import Seconds, installation_report, print_report, report_faults, tenant_report
 from joynexus.prefect_api import TERMINAL_STATES, PrefectApi
 from joynexus.timeline import draw_timeline
 from services import lookup
-from services.busy import busy_seconds
-from storage.partitions import PartitionStore
 
 FOLDER = PROJECT_ROOT / "runs" / "demo"
 REPORT = "report.json"
 TIMELINE = "timeline.png"
 WORKLOADS = ("push", "pick", "reach", "demos")
-LEAST_UPDATES = 6
-LEAST_VALID_TRANSITIONS = 128
 _POLL_S = 1.0
-
-Intervals = Mapping[str, list[list[Any]]]
-"""{service: [[start, end, {tenant: rows}, kind], …]} in epoch seconds."""
-Seconds = Mapping[str, Mapping[str, float]]
-"""{service: {tenant: compute seconds}}."""
 
 
 @dataclass
@@ -113,6 +104,7 @@ def run_demo(home: Home | None, *, keep: bool, without_renderer: bool) -> int:
             processes.down(home)
         raise
     print_report(console, report, without_renderer)
+    console.print(f"report: {FOLDER / REPORT}, picture: {FOLDER / TIMELINE}", soft_wrap=True)
     faults = report_faults(report, workloads)
     for fault in faults:
         console.print(f"  {fault}", highlight=False, markup=False, soft_wrap=True)
@@ -289,107 +281,11 @@ async def _report(
     await asyncio.to_thread(draw_timeline, FOLDER / TIMELINE, intervals, started, ended)
     report = {
         "wall_seconds": round(ended - begun, 1),
-        "tenants": {t.name: tenant_report(home, t, seconds, jobs) for t in tenants},
+        "tenants": {t.name: tenant_report(home, t.workload, t.flow_run_id, seconds, jobs) for t in tenants},
         **installation_report(home, await job_run_counts(api), intervals, started, ended),
     }
     (FOLDER / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
-
-
-def installation_report(
-    home: Home, flow_runs: Mapping[str, int], intervals: Intervals, started: float, ended: float
-) -> dict[str, Any]:
-    """What `report.json` says of the whole installation: partitions, flow runs of jobs, use of the services."""
-    return {
-        "partitions_left": len(PartitionStore(home.partitions).list()),
-        "flow_runs": dict(flow_runs),
-        "utilisation": {
-            name: round(busy_seconds(found, started, ended) / (ended - started), 3) for name, found in intervals.items()
-        },
-    }
-
-
-def tenant_report(
-    home: Home, tenant: DemoTenant, seconds: Seconds, jobs: Iterable[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """What `report.json` says of a tenant: the report in its workload's folder, compute seconds, RL's updates."""
-    path: Path = home.tenant(tenant.name) / "workloads" / tenant.flow_run_id / "report.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
-    fields = ("task", "environment", "jobs", "policy_version", "success_before", "success_after")
-    report = {name: found[name] for name in fields}
-    if found["success_blanked"] is not None:
-        report["success_blanked"] = found["success_blanked"]
-    report |= {
-        "episodes": found["episodes"],
-        "adapter": found["adapter"] and {k: found["adapter"][k] for k in ("name", "version")},
-        "train_seconds": round(seconds["training"].get(tenant.name, 0.0), 2),
-        "inference_seconds": round(seconds["inference"].get(tenant.name, 0.0), 2),
-    }
-    if tenant.workload.task == "rl":
-        report["updates"] = rl_updates(jobs, tenant.flow_run_id)
-    return report
-
-
-def rl_updates(jobs: Iterable[Mapping[str, Any]], flow_run_id: str) -> list[dict[str, Any]]:
-    """Updates of an RL workload in the order in which they were trained.
-
-    Args:
-        jobs: the scheduler's descriptors; those not completed or of another flow run are left out.
-        flow_run_id: the workload's flow run.
-
-    Returns:
-        Of each, how many transitions were valid, the mean norm of its gradients before clipping (None where it made
-        no step), and the policy's versions that collected its rollout and that came of it.
-    """
-    own = [job for job in jobs if job["flow_run_id"] == flow_run_id and job["state"] == "completed"]
-    return [
-        {
-            "valid_transitions": job["metadata"]["rollout_summary"]["valid_transitions"],
-            "grad_norm": job["metadata"]["metrics"].get("grad_norm"),
-            "behavior_policy_version": job["behavior_policy_version"],
-            "version": job["metadata"]["version"],
-        }
-        for job in sorted(own, key=lambda job: int(job["train_seq"]))
-    ]
-
-
-def report_faults(report: Mapping[str, Any], workloads: Iterable[WorkloadSpec]) -> list[str]:
-    """What of the report is not what the demo is to show, one line each, naming the field of `report.json`.
-
-    Every tenant completes jobs. An RL tenant makes enough updates, all of them on enough valid transitions and with
-    a gradient; where one job at a time is in flight, each rollout acts under the version the update before it made.
-    """
-    faults = []
-    for workload in workloads:
-        found = report["tenants"][workload.tenant.name]
-        wrong = []
-        if not found["jobs"]["completed"]:
-            wrong.append(("jobs.completed", found["jobs"]["completed"], "1 or more"))
-        if workload.task == "rl":
-            wrong += _update_faults(found["updates"], one_at_a_time=workload.limits.max_in_flight_jobs == 1)
-        faults += [
-            refusal(f"tenants.{workload.tenant.name}.{field}", given, possible, "see the logs and run the demo again")
-            for field, given, possible in wrong
-        ]
-    return faults
-
-
-def _update_faults(updates: Sequence[Mapping[str, Any]], *, one_at_a_time: bool) -> list[tuple[str, object, str]]:
-    """Field, what was given and what is possible of each fault."""
-    faults: list[tuple[str, object, str]] = []
-    if len(updates) < LEAST_UPDATES:
-        faults.append(("updates", len(updates), f"{LEAST_UPDATES} or more"))
-    newest = 0  # the demo's workloads start fresh
-    for i, update in enumerate(updates):
-        valid, norm, acted = (update[name] for name in ("valid_transitions", "grad_norm", "behavior_policy_version"))
-        if valid < LEAST_VALID_TRANSITIONS:
-            faults.append((f"updates.{i}.valid_transitions", valid, f"{LEAST_VALID_TRANSITIONS} or more"))
-        if not norm:
-            faults.append((f"updates.{i}.grad_norm", norm, "more than 0"))
-        if one_at_a_time and acted != newest:
-            faults.append((f"updates.{i}.behavior_policy_version", acted, f"{newest}, the newest at that time"))
-        newest = update["version"]
-    return faults
 
 
 async def job_run_counts(api: PrefectApi) -> dict[str, int]:
@@ -401,38 +297,3 @@ async def job_run_counts(api: PrefectApi) -> dict[str, int]:
             counts[row["state_name"]] = counts.get(row["state_name"], 0) + 1
         offset += len(rows)
     return counts
-
-
-def print_report(console: Console, report: Mapping[str, Any], without_renderer: bool) -> None:
-    """The table at the demo's end, and where the report and the picture lie."""
-    title = f"four tenants, one resident base model: {report['wall_seconds']:.0f} s"
-    if without_renderer:
-        title += " (without renderer: Reach-v0 in place of the ManiSkill environments)"
-    table = Table(title=title)
-    for column in ("tenant", "task", "environment", "jobs done/failed/dropped", "version", "success before → after"):
-        table.add_column(column)
-    for column in ("blanked", "train s", "infer s", "adapter"):
-        table.add_column(column)
-    for name, t in report["tenants"].items():
-        jobs, adapter = t["jobs"], t["adapter"]
-        table.add_row(
-            name,
-            t["task"],
-            t["environment"],
-            f"{jobs['completed']}/{jobs['failed']}/{jobs['dropped']}",
-            str(t["policy_version"]),
-            f"{_share(t['success_before'])} → {_share(t['success_after'])}",
-            _share(t["success_blanked"]) if "success_blanked" in t else "",
-            f"{t['train_seconds']:.1f}",
-            f"{t['inference_seconds']:.1f}",
-            "-" if adapter is None else f"{adapter['name']} v{adapter['version']}",
-        )
-    console.print(table)
-    used = ", ".join(f"{name} {share:.0%}" for name, share in report["utilisation"].items())
-    runs = ", ".join(f"{n} {state}" for state, n in sorted(report["flow_runs"].items()))
-    console.print(f"utilisation: {used}; job flow runs: {runs}; partitions left: {report['partitions_left']}")
-    console.print(f"report: {FOLDER / REPORT}, picture: {FOLDER / TIMELINE}", soft_wrap=True)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"

@@ -20,7 +20,7 @@ import numpy as np
 from configs import seeds as seed_ranges
 from configs.backend import BackendConfig, PolicyConfig
 from configs.environment import EnvironmentSpec
-from configs.errors import EnvironmentFault, JoyNexusError, ServiceUnavailable
+from configs.errors import EnvironmentFault, JoyNexusError
 from services import lookup
 from services.environment_client import SessionClient
 from services.rollout import Episodes, Observation, Policy, Prediction, Progress, collect_rollout, run_episodes
@@ -42,7 +42,6 @@ class EnvironmentLoops:
         self._partitions = PartitionStore(partitions)
         self._values_at_a_time = values_at_a_time
         self._files = ThreadPoolExecutor(1, thread_name_prefix="infer-files")
-        self._environments: lookup.Service | None = None
         self._active: dict[str, dict[str, Any]] = {}  # {run id: progress of a rollout or evaluation}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -132,7 +131,9 @@ class EnvironmentLoops:
         self, spec: EnvironmentSpec, num_envs: int, hosts: int, tenant: str, run_id: str, images: bool
     ) -> AsyncIterator[SessionClient]:
         """A session of this worker's own; its end is told to the service, and nobody waits for that."""
-        opened = await self._opened(
+        # Looked up for each session: a service that was placed anew has other hosts.
+        environments = await lookup.peer(lookup.ENVIRONMENTS)
+        opened = await environments.open(
             {
                 "environment": spec.model_dump(mode="json"),
                 "num_envs": num_envs,
@@ -146,31 +147,11 @@ class EnvironmentLoops:
         try:
             yield session
         except EnvironmentFault as error:
-            await self._tell("report_fault", opened["session_id"], str(error))
+            await _tell(environments, "report_fault", opened["session_id"], str(error))
             raise
         finally:
             session.disconnect()
-            self._in_background(self._tell("close", opened["session_id"]))
-
-    async def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return dict(await (await self._service()).open(request))
-        except ServiceUnavailable as error:  # it was restarted since it was looked up; the request's id makes it one
-            logger.warning("%s", error)
-            self._environments = None
-            return dict(await (await self._service()).open(request))
-
-    async def _service(self) -> lookup.Service:
-        if self._environments is None:
-            self._environments = await lookup.peer(lookup.ENVIRONMENTS)
-        return self._environments
-
-    async def _tell(self, method: str, *args: str) -> None:
-        """Word to the service about a session; without it the session ends when it has been idle for long."""
-        try:
-            await getattr(await self._service(), method)(*args)
-        except JoyNexusError as error:
-            logger.warning("%s of session %s: %s", method, args[0], error)
+            self._in_background(_tell(environments, "close", opened["session_id"]))
 
     def _in_background(self, telling: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(telling)
@@ -207,6 +188,14 @@ class EnvironmentLoops:
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *args)
+
+
+async def _tell(environments: lookup.Service, method: str, *args: str) -> None:
+    """Word to the service about a session; without it the session ends when it has been idle for long."""
+    try:
+        await getattr(environments, method)(*args)
+    except JoyNexusError as error:
+        logger.warning("%s of session %s: %s", method, args[0], error)
 
 
 class _Progress:

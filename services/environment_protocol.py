@@ -31,7 +31,8 @@ MAX_BODY_BYTES = 256 * 1024 * 1024
 _HEADER = struct.Struct(">I")
 _ARRAY = 1
 _ALIGNED = 8  # bytes; torch and numpy compute on whole numbers
-_KINDS = "biuf"
+_NUMBERS = ("?", "u1", "<u2", "<u4", "<u8", "i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8")
+_DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _NUMBERS)}
 
 
 class ProtocolError(ValueError):
@@ -54,9 +55,9 @@ def encode(message: dict[str, Any]) -> bytes:
             return value.item()
         if not isinstance(value, np.ndarray):
             raise TypeError(f"{type(value).__name__} does not travel")
-        if value.dtype.kind not in _KINDS:
-            raise TypeError(f"array of {value.dtype} does not travel; use bool, integers or floats")
         dtype = value.dtype.newbyteorder("<")
+        if dtype.str not in _DTYPES:
+            raise TypeError(f"array of {value.dtype} does not travel; use bool, integers or floats of up to 64 bits")
         begin, used = used, used + _padded(value.nbytes)
         arrays.append(np.ascontiguousarray(value, dtype))
         return msgpack.ExtType(_ARRAY, msgpack.packb([dtype.str, list(value.shape), begin]))
@@ -116,9 +117,9 @@ def _array_of(body: bytearray, first: int, code: int, data: bytes) -> np.ndarray
     if code != _ARRAY:
         raise ValueError(f"unknown extension {code}")
     dtype_name, shape, begin = msgpack.unpackb(data)
-    dtype = np.dtype(dtype_name)
+    dtype = _DTYPES.get(dtype_name)  # numpy would take names that are little programs
     sizes = [*shape, begin]
-    if dtype.kind not in _KINDS or not all(type(size) is int and size >= 0 for size in sizes):
+    if dtype is None or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"array of {dtype_name}, shape {shape}, at {begin} does not travel")
     count = math.prod(shape)
     if first + begin + count * dtype.itemsize > len(body):
@@ -176,6 +177,7 @@ class HostClient:
         self._token = token
         self._name = name
         self._socket: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._broken: str | None = None
         self._next_id = 0
         self._lock = asyncio.Lock()
@@ -220,7 +222,7 @@ class HostClient:
         return reply["result"]
 
     async def _exchange(self, frame: bytes) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         if self._socket is None:
             if isinstance(self._address, str):
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -255,6 +257,10 @@ class HostClient:
         if self._broken is None:
             self._broken = f"{self._name}: the client was closed; open a new session"
         if self._socket is not None:
+            if self._loop is not None and not self._loop.is_closed():
+                # A call may wait on it still; else the loop would take the next socket of this number for it.
+                self._loop.remove_reader(self._socket)
+                self._loop.remove_writer(self._socket)
             self._socket.close()
             self._socket = None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_REMEMBERED_LOOPS = 100
 _PREPARED_AT_ONCE_BYTES = 512 * 1024  # of pictures: half a millisecond, less than handing them to a thread costs
 
 
@@ -72,7 +74,7 @@ class InferenceModelService:
         self._prepare = ThreadPoolExecutor(1, thread_name_prefix="infer-prepare")
         self._loops = EnvironmentLoops(Home(Path(home)).partitions, self._batching.max_batch_size)
         self._busy = BusyLog()
-        self._under_way: dict[str, asyncio.Task[dict[str, Any]]] = {}  # {job or run id: its rollout or evaluation}
+        self._loops_of: OrderedDict[str, asyncio.Task[dict[str, Any]]] = OrderedDict()  # {id: rollout or evaluation}
         self._batches = self._batched_requests = self._batched_rows = 0
 
     async def ping(self) -> str:
@@ -259,14 +261,22 @@ class InferenceModelService:
         Raises:
             EnvironmentFault, TenantFault, Conflict: nothing is written then.
         """
-        return await self._joined(job["job_id"], lambda: self._rollout(config, job))
+        return await self._joined(f"rollout {job['job_id']}", lambda: self._rollout(config, job))
 
-    async def _joined(self, run_id: str, begin: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
-        """A caller whose reply was lost asks again while the first loop still runs: it joins that one."""
-        if run_id not in self._under_way:
-            self._under_way[run_id] = asyncio.get_running_loop().create_task(begin())
-            self._under_way[run_id].add_done_callback(lambda _: self._under_way.pop(run_id, None))
-        return await asyncio.shield(self._under_way[run_id])
+    async def _joined(self, key: str, begin: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
+        """A caller whose reply was lost asks again: it joins the loop that still runs, or gets what that one gave."""
+        if key not in self._loops_of:
+            self._loops_of[key] = asyncio.get_running_loop().create_task(begin())
+            ended = [k for k, task in self._loops_of.items() if task.done()]
+            for forgotten in ended[: max(len(ended) - _REMEMBERED_LOOPS, 0)]:
+                del self._loops_of[forgotten]
+        task = self._loops_of[key]
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            if task.done() and self._loops_of.get(key) is task:
+                del self._loops_of[key]  # what failed may be tried again
+            raise
 
     async def _rollout(self, config: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         backend = BackendConfig.model_validate(config)
@@ -330,7 +340,7 @@ class InferenceModelService:
             outcomes = [result.success[n] for n in range(episodes)]
             return {"policy_version": policy.version, **result.summary(), "outcomes": outcomes}
 
-        return await self._joined(run_id, evaluation)
+        return await self._joined(f"evaluation {tenant_id} {run_id}", evaluation)
 
     # lookups
 

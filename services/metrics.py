@@ -127,7 +127,13 @@ class MetricsService:
         """
         if run_id in self._closed:
             return
-        await self._flush_run(run_id)
+        try:
+            await self._flush_run(run_id)
+        except Exception as error:  # noqa: BLE001 - MLflow raises sqlite's errors and its own
+            # What the workload did is done; a run that was deleted by hand takes no points any more.
+            lost = self._buffer.pop(run_id, [])
+            self._dropped += len(lost)
+            logger.warning("%d points of run %s were not written before it was closed: %s", len(lost), run_id, error)
         await self._run(self._terminate, run_id, status)
         self._closed.add(run_id)
 

@@ -13,7 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from configs.errors import Conflict, SpecError, refusal
@@ -78,9 +78,27 @@ def remove_folder(folder: Path) -> bool:
 
 
 def replace_folder(new: Path, final: Path) -> None:
-    """`new`, whole, takes the place of `final`, which may be there or not; a kill in between leaves neither torn."""
-    remove_folder(final)
-    os.rename(new, final)
+    """`new`, whole, takes the place of `final`, which may be there or not.
+
+    Of several that replace one at a time the last wins. A kill between the two renames leaves the name free and both
+    folders whole under `.writing`.
+    """
+    while True:
+        leaving = final.parent / WRITING / f"{final.name}.{uuid.uuid4().hex}.removed"
+        leaving.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            os.rename(final, leaving)
+        try:
+            os.rename(new, final)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                shutil.rmtree(leaving, ignore_errors=True)
+                continue  # another one was faster: it is replaced in its turn
+            if leaving.is_dir():
+                os.rename(leaving, final)
+            raise
+        shutil.rmtree(leaving, ignore_errors=True)
+        return
 
 
 def sweep(parent: Path, older_than_s: float = 0.0) -> int:

@@ -61,6 +61,7 @@ class LeRobotDataset:
             for key, f in self.features.items()
             if f["dtype"] == "image"
         }
+        self._inode = self.root.stat().st_ino
         self._refuse_what_is_not_read()
         self.state_width = int(self.features[layout.STATE]["shape"][0])
         self.action_width = int(self.features[layout.ACTION]["shape"][0])
@@ -145,6 +146,7 @@ class LeRobotDataset:
             if (group, camera) in self._pictures:
                 self._pictures.move_to_end((group, camera))
                 return self._pictures[group, camera]
+        self._refuse_another()
         path, row_group, _ = self._groups[group]
         key = layout.IMAGE_PREFIX + camera
         column = pq.ParquetFile(path).read_row_group(row_group, columns=[key]).column(key)
@@ -168,6 +170,18 @@ class LeRobotDataset:
             while self._cached > self._cache_bytes and len(self._pictures) > 1:
                 self._cached -= self._pictures.popitem(last=False)[1].nbytes
         return frames
+
+    def _refuse_another(self) -> None:
+        """Pictures are read as they are wanted; states and actions were read when the dataset was opened."""
+        try:
+            inode = self.root.stat().st_ino
+        except FileNotFoundError:
+            inode = None
+        if inode != self._inode:
+            raise DataFault(
+                f"dataset {self.root.name}: it was replaced or removed while it was read; possible: the dataset that "
+                "was opened; start the workload again"
+            )
 
     def _read_frames(self, total: int) -> None:
         parts: dict[str, list[NDArray[Any]]] = {k: [] for k in (layout.STATE, layout.ACTION, *layout.INDEX_FEATURES)}

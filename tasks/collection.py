@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
 from configs import presets
-from configs.errors import Conflict, EnvironmentFault, refusal
+from configs.errors import Conflict, EnvironmentFault, JoyNexusError, refusal
 from configs.requests import SEEDS_PER_EPISODE, CollectRequest
 from services.environment_client import SessionClient
 from storage.atomic import WRITING, replace_folder
@@ -34,7 +35,7 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
     if folder.exists() and not request.replace:
         raise Conflict(refusal("dataset", request.dataset, "a new name", "choose one, or set replace"))
     # An old dataset stays until the new one is whole.
-    writing = platform.home.datasets / WRITING / f"{request.dataset}.{task_run.id}" if folder.exists() else folder
+    writing = platform.home.datasets / WRITING / f"{request.dataset}.{task_run.id}" if request.replace else folder
     environments = await platform.environments()
     opened = await environments.open(
         {
@@ -73,14 +74,15 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
                     if episode["success"] and writer.episodes < request.episodes:
                         await asyncio.to_thread(_add, writer, episode, spec.instruction)
                         frames += len(episode["actions"])
+        if writing != folder:
+            await asyncio.to_thread(replace_folder, writing, folder)
     except EnvironmentFault as error:
         await environments.report_fault(opened["session_id"], str(error))
         raise
     finally:
         session.disconnect()
-        await environments.close(opened["session_id"])
-    if writing != folder:
-        await asyncio.to_thread(replace_folder, writing, folder)
+        with contextlib.suppress(JoyNexusError):  # else the session ends when it has been idle for long
+            await environments.close(opened["session_id"])
     return {"dataset": request.dataset, "episodes": request.episodes, "frames": frames, "tried": tried}
 
 

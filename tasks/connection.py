@@ -18,6 +18,9 @@ from services import lookup
 
 logger = logging.getLogger(__name__)
 
+LONGEST_CALLS = 36
+"""With ten minutes a call a rollout or an evaluation may take six hours."""
+
 
 class Platform:
     """A connection to the running platform; services are looked up once and again after `forget`."""
@@ -45,16 +48,18 @@ class Platform:
         For methods that join a call under way by its id; another one would be carried out twice.
 
         Raises:
-            NoReply: the service is silent to a ping too.
+            NoReply: the service is silent to a ping too, or it was asked `LONGEST_CALLS` times.
         """
-        while True:
+        for left in reversed(range(LONGEST_CALLS)):
             found = await self.service(name)
             try:
                 return await getattr(found, method)(*args, **kwargs)
             except NoReply as late:
-                if await lookup.reachable(name, self.client) is None:
+                self.forget()
+                if not left or await lookup.reachable(name, self.client) is None:
                     raise
                 logger.info("%s; it answers, so it is asked again", late)
+        raise AssertionError("the last call returns or raises")
 
     def forget(self) -> None:
         """Look services up again at the next use; for callers that saw ServiceUnavailable."""

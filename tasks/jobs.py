@@ -200,8 +200,9 @@ async def _stage(platform: Platform, job: dict[str, Any], verb: str, next_state:
 async def train_job(platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
     """Have the training service consume the leased job; RL parameters are published before the job completes."""
     async with carried_out(platform, job), renewed_lease(platform, job):
-        result: dict[str, Any] = await platform.patiently(lookup.TRAINING, "train_job", job)
+        # Not `patiently`: a job that hangs would hold up the others' training for hours.
         training = await platform.training()
+        result: dict[str, Any] = await training.train_job(job)
         if job["task_type"] == "rl":
             await training.publish(job["tenant_id"])
     # Before the job completes: with the last one the workload ends, and its run takes no more points.

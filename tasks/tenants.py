@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from services.lookup import Service
 from storage.partitions import PartitionStore
 from tasks.connection import Platform
 from tasks.leases import renewed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -171,5 +174,8 @@ async def close_workload(platform: Platform, tenant: OpenedTenant, run_id: str, 
     """
     dropped = await _close_policy(platform, tenant.backend.policy_key, reason, run_id)
     metrics = await platform.metrics()
-    await metrics.close_run(tenant.mlflow_run, status)
+    try:
+        await metrics.close_run(tenant.mlflow_run, status)
+    except UnknownObject as gone:  # deleted by hand; what the workload trained is there all the same
+        logger.warning("%s", gone)
     return dropped

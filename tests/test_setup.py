@@ -112,12 +112,12 @@ def test_an_old_python_is_refused_in_one_line(checkout: Path) -> None:
 def test_make_demo_passes_its_switches_on() -> None:
     """WITHOUT_RENDERER leaves the renderer's set-up out and tells the command."""
     with_renderer = subprocess.run(
-        ["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+        ["make", "--no-print-directory", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
     )
     assert "scripts/renderer.sh" in with_renderer.stdout
     assert with_renderer.stdout.rstrip().endswith("joynexus demo")
     without = subprocess.run(
-        ["make", "-n", "demo", "WITHOUT_RENDERER=1", "KEEP=1"],
+        ["make", "--no-print-directory", "-n", "demo", "WITHOUT_RENDERER=1", "KEEP=1"],
         cwd=ROOT,
         capture_output=True,
         text=True,

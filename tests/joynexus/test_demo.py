@@ -21,7 +21,7 @@ from configs.errors import JoyNexusError, ServiceUnavailable
 from configs.home import Home
 from configs.platform import PlatformAddresses
 from configs.workload import WorkloadSpec
-from joynexus import demo, processes
+from joynexus import demo, demo_report, processes
 from joynexus.timeline import draw_timeline, merged
 from services.admission import admit
 from storage.demonstrations import LeRobotWriter
@@ -66,8 +66,8 @@ def test_workloads_are_admitted(tmp_path: Path, without_renderer: bool, environm
         used = [backend.environment, backend.evaluation_environment]
         assert {e.name for e in used if e is not None} == {environments[workload.tenant.name]}
         if workload.task == "rl":
-            assert backend.sample_count >= demo.LEAST_VALID_TRANSITIONS
-            assert workload.algorithm.jobs >= demo.LEAST_UPDATES
+            assert backend.sample_count >= demo_report.LEAST_VALID_TRANSITIONS
+            assert workload.algorithm.jobs >= demo_report.LEAST_UPDATES
 
 
 # Where it runs
@@ -131,7 +131,7 @@ def test_updates_of_a_workload() -> None:
         job(4, state="failed", train_seq=None),
         job(5, state="dropped", train_seq=None),
     ]
-    assert demo.rl_updates(jobs, RUN) == [
+    assert demo_report.rl_updates(jobs, RUN) == [
         {"valid_transitions": 144, "grad_norm": 0.5, "behavior_policy_version": 0, "version": 12},
         {"valid_transitions": 144, "grad_norm": None, "behavior_policy_version": 24, "version": 36},
     ]
@@ -150,7 +150,7 @@ def tenant(home: Home, workload: WorkloadSpec, **changes: Any) -> demo.DemoTenan
         "jobs": {"completed": 6, "failed": 0, "dropped": 0},
         "policy_version": 72,
         "success_before": 0.0,
-        "success_after": 0.5,
+        "success_after": 0.9,
         "success_blanked": 0.25 if blanked else None,
         "episodes": 16,
         "adapter": {"name": workload.policy_key, "version": 1, "policy_version": 72},
@@ -168,8 +168,8 @@ def report(home: Home, **changes: Any) -> dict[str, Any]:
     tenants = [tenant(home, workload, **changes) for workload in demo.demo_workloads(False)]
     return {
         "wall_seconds": 20.0,
-        "tenants": {t.name: demo.tenant_report(home, t, seconds, jobs) for t in tenants},
-        **demo.installation_report(home, {"Completed": 32}, intervals, 0.0, 10.0),
+        "tenants": {t.name: demo_report.tenant_report(home, t.workload, t.flow_run_id, seconds, jobs) for t in tenants},
+        **demo_report.installation_report(home, {"Completed": 24}, intervals, 0.0, 10.0),
     }
 
 
@@ -194,14 +194,14 @@ def test_report_has_its_keys(tmp_path: Path) -> None:
         "version",
     }
     assert found["partitions_left"] == 0
-    assert found["flow_runs"] == {"Completed": 32}
+    assert found["flow_runs"] == {"Completed": 24}
     # 4 of 10 s; of the second interval 4 s lie before the end.
     assert found["utilisation"] == {"training": 0.4, "inference": 0.4}
 
 
 def test_a_good_report_has_no_fault(tmp_path: Path) -> None:
     """Six updates of 144 transitions, each under the version that the one before it made."""
-    assert demo.report_faults(report(Home(tmp_path)), demo.demo_workloads(False)) == []
+    assert demo_report.report_faults(report(Home(tmp_path)), demo.demo_workloads(False)) == []
 
 
 def test_asynchronous_tenants_may_lag_behind(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_asynchronous_tenants_may_lag_behind(tmp_path: Path) -> None:
     found = report(Home(tmp_path))
     for update in found["tenants"]["reach"]["updates"][1:]:
         update["behavior_policy_version"] -= 12
-    assert demo.report_faults(found, demo.demo_workloads(False)) == []
+    assert demo_report.report_faults(found, demo.demo_workloads(False)) == []
 
 
 REMEDY = "; see the logs and run the demo again"
@@ -242,13 +242,49 @@ REMEDY = "; see the logs and run the demo again"
             lambda tenants: tenants["push"]["updates"][1].update(behavior_policy_version=0),
             "tenants.push.updates.1.behavior_policy_version: got 0; possible: 12, the newest at that time",
         ),
+        (
+            lambda tenants: tenants["reach"].update(success_after=0.88),
+            "tenants.reach.success_after: got 0.88; possible: 0.9 or more",
+        ),
+        (
+            lambda tenants: tenants["reach"].update(success_before=0.5),
+            "tenants.reach.success_before: got 0.5; possible: 0.3 or less",
+        ),
+        (
+            lambda tenants: tenants["demos"].update(success_after=0.825),
+            "tenants.demos.success_after: got 0.825; possible: 0.85 or more",
+        ),
+        (
+            lambda tenants: tenants["demos"].update(success_blanked=0.5),
+            "tenants.demos.success_blanked: got 0.5; possible: 0.45 or less, half of what it sees",
+        ),
     ],
 )
 def test_a_fault_of_the_report_is_one_line(tmp_path: Path, harm: Callable[[dict[str, Any]], object], line: str) -> None:
     """It names the field of report.json."""
     found = report(Home(tmp_path))
     harm(found["tenants"])
-    assert demo.report_faults(found, demo.demo_workloads(False)) == [line + REMEDY]
+    found["flow_runs"]["Completed"] = sum(t["jobs"]["completed"] for t in found["tenants"].values())
+    assert demo_report.report_faults(found, demo.demo_workloads(False)) == [line + REMEDY]
+
+
+@pytest.mark.parametrize(
+    ("harm", "line"),
+    [
+        ({"partitions_left": 2}, "partitions_left: got 2; possible: 0"),
+        ({"flow_runs": {"Completed": 23, "Running": 1}}, "flow_runs.Completed: got 23; possible: 24, the scheduler's"),
+    ],
+)
+def test_a_fault_of_the_installation_is_one_line(tmp_path: Path, harm: dict[str, Any], line: str) -> None:
+    found = report(Home(tmp_path)) | harm
+    assert demo_report.report_faults(found, demo.demo_workloads(False)) == [line + REMEDY]
+
+
+def test_in_another_environment_nothing_is_said_of_what_is_learned(tmp_path: Path) -> None:
+    """Without a renderer `demos` learns from demonstrations of Reach-v0."""
+    found = report(Home(tmp_path))
+    found["tenants"]["demos"].update(success_after=0.2)
+    assert demo_report.report_faults(found, demo.demo_workloads(True)) == []
 
 
 # What is shown
@@ -257,7 +293,7 @@ def test_a_fault_of_the_report_is_one_line(tmp_path: Path, harm: Callable[[dict[
 def shown(found: dict[str, Any], without_renderer: bool) -> str:
     """The printed table."""
     console = Console(file=io.StringIO(), width=200)
-    demo.print_report(console, found, without_renderer)
+    demo_report.print_report(console, found, without_renderer)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -274,7 +310,7 @@ def test_table_shows_what_was_reached(tmp_path: Path) -> None:
     """One row a tenant; blanked pictures where they were shown."""
     (row,) = [line for line in shown(report(Home(tmp_path)), False).splitlines() if " demos " in line]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["demos", "sft", "pushcube", "6/0/0", "72", "0% → 50%", "25%", "2.0", "0.0", "demos.sft v1"]
+    assert cells == ["demos", "sft", "pushcube", "6/0/0", "72", "0% → 90%", "25%", "2.0", "0.0", "demos.sft v1"]
 
 
 def test_table_has_a_dash_for_what_there_is_not(tmp_path: Path) -> None:

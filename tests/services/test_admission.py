@@ -100,12 +100,12 @@ def test_a_compiled_workload_carries_all_that_it_declared(tmp_path: Path) -> Non
 
 
 def test_a_job_that_fills_the_services_memory_is_refused(tmp_path: Path) -> None:
-    """64 × 64 × 3 = 12,288 bytes a sample: 2 GiB hold 174,762 of them; 8 × 21,846 = 174,768 are six too many."""
-    spec = workload(algorithm__rollout_steps=21_846)
+    """64 × 64 × 3 = 12,288 bytes a sample: 1 GiB holds 87,381 of them; 8 × 10,923 = 87,384 are three too many."""
+    spec = workload(algorithm__rollout_steps=10_923)
     (fault,) = refused(spec, tmp_path)
-    assert "algorithm.num_envs × rollout_steps: got '174768 samples of 12288 bytes of pictures'" in fault
-    assert "up to 174762 (2147483648 bytes a job)" in fault
-    admit(workload(algorithm__rollout_steps=21_845), Home(tmp_path), LAPTOP)
+    assert "algorithm.num_envs × rollout_steps: got '87384 samples of 12288 bytes of pictures'" in fault
+    assert "up to 87381 (1073741824 bytes a job)" in fault
+    admit(workload(algorithm__rollout_steps=10_922), Home(tmp_path), LAPTOP)
 
 
 @pytest.mark.usefixtures("without_renderer")

@@ -29,7 +29,10 @@ def test_arrays_come_back_the_same_and_writable(array):
     assert back["b"] == [1, "x", None]
 
 
-@pytest.mark.parametrize("value", [np.array([object()]), np.array(["text"]), object(), {1, 2}])
+@pytest.mark.parametrize(
+    "value",
+    [np.array([object()]), np.array(["text"]), object(), {1, 2}, np.zeros(2, np.longdouble), np.zeros(2, "M8[s]")],
+)
 def test_objects_do_not_travel(value):
     with pytest.raises(ProtocolError, match="does not travel"):
         protocol.encode({"value": value})
@@ -73,6 +76,10 @@ def test_arrays_begin_at_multiples_of_eight():
         ["<f4", [2.0], 0],
         ["<f4", [True], 0],
         ["nonsense", [1], 0],
+        ["(1,2", [1], 0],
+        ["(09,)f4", [1], 0],
+        ["<f16", [1], 0],
+        [["<f4"], [1], 0],
         ["<f4", [1]],
         ["<f4", [0] * 100, 0],
     ],
@@ -154,6 +161,36 @@ def test_errors_keep_their_class_and_unknown_ones_are_the_environments():
     with pytest.raises(EnvironmentFault, match=r"^boo$"):
         asyncio.run(client.call("batch_step", 5.0))
     client.close()
+
+
+def test_a_client_closed_under_a_call_leaves_its_descriptors_number_to_the_next_socket():
+    """The call ends with the connection; a socket that gets the same number afterwards is heard."""
+    ours, theirs = socket.socketpair()
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        client = HostClient(ours, name="peer")
+        number = ours.fileno()
+        call = asyncio.create_task(client.call("ping", 30.0))
+        while client._socket is None or not theirs.recv(1, socket.MSG_PEEK):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        client.close()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        a, b = socket.socketpair()
+        with a, b:
+            assert number in (a.fileno(), b.fileno())
+            mine, other = (a, b) if a.fileno() == number else (b, a)
+            mine.setblocking(False)
+            waiting = asyncio.create_task(loop.sock_recv(mine, 4))
+            await asyncio.sleep(0)
+            other.sendall(b"here")
+            assert await asyncio.wait_for(waiting, 5) == b"here"
+
+    theirs.settimeout(5)
+    asyncio.run(main())
+    theirs.close()
 
 
 def test_a_host_that_closes_is_a_fault():

@@ -123,7 +123,9 @@ def test_one_runs_failure_hinders_no_others_points(uri: str, tmp_path: Path) -> 
         await service.close_run(stays)
         assert await service.history(stays, "loss") == [(0, 2.0), (1, 3.0)]
         assert (await service.status())["buffered"] == 1
-        service._buffer.clear()
+        with pytest.raises(UnknownObject):
+            await service.close_run(gone)  # MLflow ends no deleted run
+        assert (await service.status())["buffered"] == 0
 
     serve(uri, tmp_path, story)
 

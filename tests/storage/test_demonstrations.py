@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from configs.errors import Conflict, DataFault, SpecError, TenantFault, UnknownObject
+from storage.atomic import replace_folder
 from storage.demonstrations import LeRobotDataset, LeRobotWriter
 
 LENGTHS = (3, 1, 5)
@@ -305,3 +306,22 @@ def test_torn_data_is_noticed(tmp_path: Path, harm: str) -> None:
         pq.write_table(pq.read_table(episodes).slice(0, 2), episodes)
     with pytest.raises(DataFault, match="dataset d: "):
         LeRobotDataset(root)
+
+
+def test_a_dataset_replaced_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    """Its pictures would be the new one's, its states and actions the old one's."""
+    for name in ("old", "new"):
+        write(tmp_path / name)
+    reader = LeRobotDataset(tmp_path / "old")
+    replace_folder(tmp_path / "new", tmp_path / "old")
+    with pytest.raises(DataFault, match="replaced or removed while it was read"):
+        reader.sample([0], horizon=1)
+    assert len(LeRobotDataset(tmp_path / "old").sample([0], horizon=1)["instructions"]) == 1
+    assert list((tmp_path / ".writing").iterdir()) == []
+
+
+def test_a_replacement_that_cannot_be_moved_leaves_the_old_dataset(tmp_path: Path) -> None:
+    write(tmp_path / "old")
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "never-written", tmp_path / "old")
+    assert LeRobotDataset(tmp_path / "old").sample([0], horizon=1)["instructions"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -38,7 +38,17 @@ class BaseModelSpec(Spec):
 
 
 class _ModuleSpec(Spec):
-    """What every action module declares."""
+    """What every action module declares.
+
+    Attributes:
+        learns_by_rl: whether it gives log-probabilities and values.
+        inside_base: whether parameters of it lie inside the base, so that features change with each of its updates.
+        reads_action_tokens_only: whether N × D numbers a sample are all it reads of the base.
+    """
+
+    learns_by_rl: ClassVar[bool] = False
+    inside_base: ClassVar[bool] = False
+    reads_action_tokens_only: ClassVar[bool] = False
 
     horizon: int = Field(gt=0, le=64, description="H, actions in a chunk.")
     action_width: int = Field(gt=0, description="A, width of one action; must equal the environment's or dataset's.")
@@ -50,6 +60,9 @@ class _ModuleSpec(Spec):
 
 class OftSpec(_ModuleSpec):
     """OFT-style head: hidden states at N action tokens, an MLP with residual blocks, a chunk of actions."""
+
+    learns_by_rl: ClassVar[bool] = True
+    reads_action_tokens_only: ClassVar[bool] = True
 
     kind: Literal["oft"] = "oft"
     hidden_width: int = Field(default=256, gt=0, description="Width of the MLP.")
@@ -100,6 +113,9 @@ class PiSpec(_ModuleSpec):
     beta_alpha: float = Field(default=1.5, gt=0, description="Training times: Beta(alpha, beta), scaled.")
     beta_beta: float = Field(default=1.0, gt=0)
 
+
+MODULE_SPECS: dict[str, type[_ModuleSpec]] = {"oft": OftSpec, "gr00t": Gr00tSpec, "pi": PiSpec}
+"""Specs by kind; the classes that are built from them are in `kernels.action_modules.MODULES`."""
 
 ActionModuleSpec = Annotated[OftSpec | Gr00tSpec | PiSpec, Field(discriminator="kind"), ChoiceInForms]
 

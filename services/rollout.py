@@ -15,6 +15,9 @@ import numpy as np
 
 from configs.errors import EnvironmentFault
 
+FEATURE = "feature.action_tokens"
+"""Partition field float32 [n, N, D] that stands in the pictures' place; see `BackendConfig.features_travel`."""
+
 Observation = dict[str, Any]
 Progress = Callable[[int, int], None]
 
@@ -36,12 +39,14 @@ class Prediction:
         environment_action: float32 [B, H, A], in the environment's units.
         log_prob: float32 [B, H]; None from an action module that does not learn by RL.
         value: float32 [B]; None likewise.
+        feature: float32 [B, N, D], the base's action tokens, where they were asked for.
     """
 
     action: np.ndarray
     environment_action: np.ndarray
     log_prob: np.ndarray | None
     value: np.ndarray | None
+    feature: np.ndarray | None = None
 
 
 Policy = Callable[[Observation], Awaitable[Prediction]]
@@ -163,8 +168,11 @@ class _Collector:
 
     def keep_decision(self, observation: Observation, prediction: Prediction) -> None:
         """What was seen and what was answered."""
-        for name, image in observation["images"].items():
-            self._keep(f"image.{name}", image)
+        if prediction.feature is not None:  # all that an update reads of the pictures
+            self._keep(FEATURE, prediction.feature)
+        else:
+            for name, image in observation["images"].items():
+                self._keep(f"image.{name}", image)
         self._keep("proprioception", observation["proprioception"])
         for name in ("action", "log_prob", "value"):
             self._keep(name, getattr(prediction, name))

@@ -60,12 +60,14 @@ class Request:
     Attributes:
         policy: the serving policy, fixed when the request was accepted; a later load changes nothing here.
         generator: draws the action noise of this request's session; None takes the mean.
+        keep_feature: answer with the base's action tokens too.
     """
 
     policy: ServingPolicy
     prefix: PrefixBatch
     proprioception: Tensor
     generator: torch.Generator | None
+    keep_feature: bool = False
 
 
 def forward(backbone: Backbone, requests: Sequence[Request]) -> list[Prediction | JoyNexusError]:
@@ -96,12 +98,13 @@ def _decode(request: Request, feature: VLAFeature) -> Prediction:
             f"prediction: tenant {policy.config.tenant!r} at version {policy.version} gave NaN or infinity; possible: "
             "finite actions; restore an earlier version or lower the learning rate"
         )
-    action = decision.action.numpy()
+    action, kept = decision.action.numpy(), feature.action_tokens if request.keep_feature else None
     return Prediction(
         action=action,
         environment_action=policy.interface.action.unnormalise(action),
         log_prob=None if decision.log_prob is None else decision.log_prob.numpy(),
         value=None if decision.value is None else decision.value.numpy(),
+        feature=None if kept is None else kept.cpu().numpy(),
     )
 
 

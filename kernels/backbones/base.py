@@ -119,6 +119,18 @@ class Backbone(ABC):
             (len(names),) * rows,
         )
 
+    def lengths(
+        self, instructions: Sequence[str], cameras: int, proprioception_text: Sequence[str] | None = None
+    ) -> list[int]:
+        """The bucket of each row's prompt alone; `prepare` pads a batch to the longest.
+
+        Raises:
+            TenantFault: if a prompt is too long.
+        """
+        texts = proprioception_text if proprioception_text is not None else [None] * len(instructions)
+        prompts = (self.prompts.build(i, cameras, t) for i, t in zip(instructions, texts, strict=True))
+        return [self.prompts.bucket(len(prompt.ids)) for prompt in prompts]
+
     def _check_cameras(self, images: dict[str, Any], cameras: Sequence[str]) -> None:
         known = f"exactly {sorted(cameras)}"
         for name in sorted(set(images) - set(cameras)):

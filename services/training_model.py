@@ -57,6 +57,7 @@ class TrainingModelService:
         self._bases = load_base_models([BaseModelSpec.model_validate(spec) for spec in base_models])
         self._max_slots = max_slots
         self._kept = FeatureStore(max_feature_bytes)
+        self._keeps = max_feature_bytes > 0
         self._slots: dict[str, PolicySlot] = {}
         self._configs: dict[str, BackendConfig] = {}  # {policy_key: configuration}
         self._folders: dict[str, Path] = {}  # {policy_key: output folder of the workload}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.spec import ChoiceInForms, Name, Spec
 
@@ -106,12 +106,21 @@ class PiSpec(_ModuleSpec):
         default="pi0",
         description="pi0: state token, time by an MLP; pi05: time by adaptive norms, state in the prompt.",
     )
-    hidden_width: int = Field(default=1024, gt=0, description="Width of the expert.")
+    hidden_width: int = Field(default=1024, gt=0, multiple_of=2, description="Width of the expert.")
     mlp_width: int = Field(default=4096, gt=0, description="Width of the expert's MLPs.")
     heads: int = Field(default=8, gt=0, description="Query heads; a multiple of the base's key/value heads.")
     denoising_steps: int = Field(default=10, gt=0, le=64, description="Euler steps from noise to a chunk.")
     beta_alpha: float = Field(default=1.5, gt=0, description="Training times: Beta(alpha, beta), scaled.")
     beta_beta: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _state_where_the_version_has_it(self) -> Self:
+        where = "head" if self.version == "pi0" else "prompt"
+        if self.proprioception not in (where, "none"):
+            raise ValueError(
+                f"proprioception: got {self.proprioception!r}; possible: {where}, none for {self.version}; choose one"
+            )
+        return self
 
 
 MODULE_SPECS: dict[str, type[_ModuleSpec]] = {"oft": OftSpec, "gr00t": Gr00tSpec, "pi": PiSpec}

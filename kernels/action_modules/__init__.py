@@ -15,6 +15,7 @@ from kernels.action_modules.base import (
     load_parameters,
 )
 from kernels.action_modules.oft import OftModule
+from kernels.action_modules.pi import PiModule
 
 __all__ = [
     "MODULES",
@@ -22,6 +23,7 @@ __all__ = [
     "Decision",
     "Evaluation",
     "OftModule",
+    "PiModule",
     "build",
     "export_parameters",
     "load_parameters",
@@ -29,6 +31,7 @@ __all__ = [
 
 MODULES: dict[str, Callable[[Any, BaseModelSpec, int], ActionModule]] = {  # each takes the spec of its kind
     "oft": OftModule.build,
+    "pi": PiModule.build,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,22 +13,44 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import presets
 from configs.errors import Conflict, TenantFault
-from configs.model import ActionModuleSpec, OftSpec
+from configs.model import ActionModuleSpec, OftSpec, PiSpec
 from kernels import action_modules
 from kernels.action_modules import ActionModule, export_parameters, load_parameters
-from kernels.features import VLAFeature
+from kernels.features import PrefixCache, VLAFeature
 from kernels.losses import PpoCounts, ppo
 
 BASE = presets.base_model("tiny-qwen3-vl")
 SPECS: dict[str, ActionModuleSpec] = {
     "oft": OftSpec(horizon=4, action_width=3, state_width=5, proprioception="head"),
+    "pi": PiSpec(
+        horizon=4,
+        action_width=3,
+        state_width=5,
+        proprioception="head",
+        hidden_width=32,
+        mlp_width=64,
+        heads=2 * BASE.num_key_value_heads,
+    ),
 }
 
 
 def inputs(rows: int, seed: int = 0, state_width: int = 5) -> tuple[VLAFeature, torch.Tensor]:
+    """A feature of all parts, its rows' prefixes of 17 to 24 tokens, and a state."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randn(rows, BASE.num_action_tokens, BASE.hidden_width, generator=generator)
-    return VLAFeature(tokens), torch.randn(rows, state_width, generator=generator)
+    action_tokens = torch.randn(rows, BASE.num_action_tokens, BASE.hidden_width, generator=generator)
+    state = torch.randn(rows, state_width, generator=generator)
+    tokens = torch.randn(rows, 24, BASE.hidden_width, generator=generator)
+    shape = (rows, BASE.num_key_value_heads, 24, BASE.head_width)
+    keys, values = (tuple(torch.randn(shape, generator=generator) for _ in range(BASE.num_layers)) for _ in range(2))
+    position = 24 - torch.arange(rows) % 8
+    mask = torch.arange(24) < position[:, None]
+    return VLAFeature(action_tokens, tokens, PrefixCache(keys, values, position), mask), state
+
+
+def only_rl(module: ActionModule) -> None:
+    """Leave a test that scores actions to the modules that do."""
+    if not module.learns_by_rl:
+        pytest.skip("scores no actions")
 
 
 @pytest.fixture(params=sorted(action_modules.MODULES))
@@ -43,13 +66,15 @@ def test_shapes_are_the_documented_ones(module: ActionModule) -> None:
     feature, state = inputs(6)
     decision = module.act(feature, state, torch.Generator().manual_seed(0))
     assert decision.action.shape == (6, 4, 3)
+    assert not decision.action.requires_grad
+    if not module.learns_by_rl:
+        return
     assert decision.log_prob.shape == (6, 4)
     assert decision.value.shape == (6,)
     scored = module.evaluate(feature, state, decision.action)
     assert scored.log_prob.shape == scored.entropy.shape == (6, 4)
     assert scored.value.shape == (6,)
     assert module.mean(feature, state).shape == (6, 4, 3)
-    assert not decision.action.requires_grad
     assert scored.log_prob.requires_grad
 
 
@@ -66,18 +91,25 @@ def test_a_module_on_a_gpu_takes_what_is_on_the_cpu_and_answers_there(module: Ac
 
     The backward pass of such tensors takes torch's CUDA build, so it is not part of this.
     """
+    known, _ = inputs(6)
     with FakeTensorMode(), torch.no_grad():
         for part in module.modules():
             for name, p in part.named_parameters(recurse=False):
                 part.register_parameter(name, nn.Parameter(torch.empty(p.shape, device="cuda"), requires_grad=False))
         assert module.device.type == "cuda"
-        feature = VLAFeature(torch.empty(6, BASE.num_action_tokens, BASE.hidden_width, device="cuda"))
+        feature = known.map(lambda part: torch.empty(part.shape, dtype=part.dtype, device="cuda"))
         state, action = torch.empty(6, 5), torch.empty(6, 4, 3)
         with pytest.raises(RuntimeError, match="same device"):  # what the moves are for
             feature.action_tokens + torch.empty(feature.action_tokens.shape)
         for generator in (None, torch.Generator()):
             decision = module.act(feature, state, generator)
-            assert {decision.action.device.type, decision.log_prob.device.type, decision.value.device.type} == {"cpu"}
+            assert decision.action.device.type == "cpu"
+            if module.learns_by_rl:
+                assert {decision.log_prob.device.type, decision.value.device.type} == {"cpu"}
+        loss = module.imitation_loss(feature, state, action, torch.zeros(6, 4, dtype=torch.bool), 72.0, None)
+        assert loss.device.type == "cpu"
+        if not module.learns_by_rl:
+            return
         scored = module.evaluate(feature, state, action)
         assert {scored.log_prob.device.type, scored.entropy.device.type, scored.value.device.type} == {"cpu"}
         assert module.mean(feature, state).device.type == "cpu"
@@ -89,12 +121,14 @@ def test_a_rows_decision_does_not_depend_on_its_company(module: ActionModule) ->
     for start, stop in ((0, 1), (0, 3), (5, 22), (9, 27), (0, 30), (69, 70), (1, 70)):
         part = module.act(feature[start:stop], state[start:stop], None)
         assert torch.equal(part.action, whole.action[start:stop])
-        assert torch.equal(part.log_prob, whole.log_prob[start:stop])
-        assert torch.equal(part.value, whole.value[start:stop])
+        if module.learns_by_rl:
+            assert torch.equal(part.log_prob, whole.log_prob[start:stop])
+            assert torch.equal(part.value, whole.value[start:stop])
 
 
 def test_sampler_and_scorer_agree_so_that_frozen_weights_give_ratio_one(module: ActionModule) -> None:
     """An optimizer step with learning rate 0 lies between acting on 8 rows and scoring them in two microbatches."""
+    only_rl(module)
     feature, state = inputs(8)
     decision = module.act(feature, state, torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
@@ -145,7 +179,7 @@ def test_the_same_seed_gives_the_same_parameters_and_leaves_the_global_generator
 
 def test_exported_parameters_are_copies_and_come_back_exactly(module: ActionModule) -> None:
     payload = export_parameters(module)
-    other = action_modules.build(SPECS["oft"], BASE, seed=8)
+    other = action_modules.build(module.spec, BASE, seed=8)
     load_parameters(other, payload)
     feature, state = inputs(2)
     assert torch.equal(module.act(feature, state, None).action, other.act(feature, state, None).action)
@@ -155,14 +189,15 @@ def test_exported_parameters_are_copies_and_come_back_exactly(module: ActionModu
 
 def test_a_payload_that_does_not_fit_is_refused_and_changes_nothing(module: ActionModule) -> None:
     before = export_parameters(module)
+    last = list(before)[-1]
     for wrong in (
-        {name: value for name, value in before.items() if name != "log_std"},
+        {name: value for name, value in before.items() if name != last},
         {**before, "extra": np.zeros(1, np.float32)},
-        {**before, "log_std": np.zeros(9, np.float32)},
-        {**before, "log_std": before["log_std"].astype(np.float64)},
+        {**before, last: np.zeros(9, np.float32)},
+        {**before, last: before[last].astype(np.float64)},
     ):
-        changed = {name: value if name in ("log_std", "extra") else value + 1 for name, value in wrong.items()}
-        with pytest.raises(Conflict, match=r"parameters\.(log_std|extra): got .* possible: "):
+        changed = {name: value if name in (last, "extra") else value + 1 for name, value in wrong.items()}
+        with pytest.raises(Conflict, match=rf"parameters\.({re.escape(last)}|extra): got .* possible: "):
             load_parameters(module, changed)
     assert all(np.array_equal(before[name], value) for name, value in export_parameters(module).items())
 

@@ -170,8 +170,7 @@ class PolicySlot:
         return ppo_update(
             self.module,
             optimizer,
-            # The base is frozen: one forward a sample serves all epochs of the job.
-            self._features(backbone, data, slice(0, len(data["action"]))),
+            lambda rows: self._features(backbone, data, rows),
             spec,
             self.generator,
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
@@ -182,17 +181,21 @@ class PolicySlot:
             valid=torch.from_numpy(valid),
         )
 
-    def _features(self, backbone: Backbone, data: Mapping[str, Any], rows: slice) -> VLAFeature:
-        parts = []
-        for start in range(rows.start, rows.stop, ENCODE_ROWS):
-            some = slice(start, min(start + ENCODE_ROWS, rows.stop))
+    def _features(self, backbone: Backbone, data: Mapping[str, Any], rows: slice | Tensor) -> VLAFeature:
+        """Features of these rows; of a module with an adapter in the caller's gradient mode, through the base."""
+        index, adapter, parts = np.arange(len(data["action"]))[rows], self.module.adapter, []
+        for start in range(0, len(index), ENCODE_ROWS):
+            some = index[start : start + ENCODE_ROWS]
             observation = {
                 "images": {n.removeprefix("image."): a[some] for n, a in data.items() if n.startswith("image.")},
                 "proprioception": data["proprioception"][some],
-                "instructions": data["instructions"][some],
+                "instructions": [data["instructions"][i] for i in some],
             }
             prefix, _ = self._interface.prepare(backbone, observation)
-            parts.append(backbone.encode(prefix, self.module.reads))
+            if adapter is None:
+                parts.append(backbone.encode(prefix, self.module.reads))
+            else:
+                parts.append(backbone.features(prefix, self.module.reads, [(slice(0, prefix.rows), adapter)]))
         return concatenated(parts)
 
     # checkpoints

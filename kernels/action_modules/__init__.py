@@ -14,6 +14,7 @@ from kernels.action_modules.base import (
     export_parameters,
     load_parameters,
 )
+from kernels.action_modules.lora import LoraModule
 from kernels.action_modules.oft import OftModule
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ActionModule",
     "Decision",
     "Evaluation",
+    "LoraModule",
     "OftModule",
     "build",
     "export_parameters",
@@ -29,6 +31,7 @@ __all__ = [
 
 MODULES: dict[str, Callable[[Any, BaseModelSpec, int], ActionModule]] = {  # each takes the spec of its kind
     "oft": OftModule.build,
+    "lora": LoraModule.build,
 }
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import presets
 from configs.errors import Conflict, TenantFault
-from configs.model import ActionModuleSpec, OftSpec
+from configs.model import ActionModuleSpec, LoraSpec, OftSpec
 from kernels import action_modules
 from kernels.action_modules import ActionModule, export_parameters, load_parameters
 from kernels.features import VLAFeature
@@ -21,6 +21,7 @@ from kernels.losses import PpoCounts, ppo
 BASE = presets.base_model("tiny-qwen3-vl")
 SPECS: dict[str, ActionModuleSpec] = {
     "oft": OftSpec(horizon=4, action_width=3, state_width=5, proprioception="head"),
+    "lora": LoraSpec(horizon=4, action_width=3, state_width=5, proprioception="head", rank=4, alpha=8),
 }
 
 
@@ -145,7 +146,7 @@ def test_the_same_seed_gives_the_same_parameters_and_leaves_the_global_generator
 
 def test_exported_parameters_are_copies_and_come_back_exactly(module: ActionModule) -> None:
     payload = export_parameters(module)
-    other = action_modules.build(SPECS["oft"], BASE, seed=8)
+    other = action_modules.build(module.spec, BASE, seed=8)
     load_parameters(other, payload)
     feature, state = inputs(2)
     assert torch.equal(module.act(feature, state, None).action, other.act(feature, state, None).action)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from configs.spec import ChoiceInForms, Name, Spec
 
@@ -27,7 +27,9 @@ class BaseModelSpec(Spec):
     hidden_width: int = Field(gt=0, description="Width D of a hidden state; must equal the checkpoint's.")
     num_layers: int = Field(gt=0, description="Layers of the language model; must equal the checkpoint's.")
     num_key_value_heads: int = Field(gt=0, description="Key/value heads of a layer; must equal the checkpoint's.")
+    num_attention_heads: int = Field(gt=0, description="Query heads of a layer; must equal the checkpoint's.")
     head_width: int = Field(gt=0, description="Width of one attention head; must equal the checkpoint's.")
+    mlp_width: int = Field(gt=0, description="Inner width of a layer's MLP; must equal the checkpoint's.")
     rope_theta: float = Field(gt=0, description="Base of the rotary frequencies; must equal the checkpoint's.")
     num_action_tokens: int = Field(gt=0, le=64, description="N action tokens appended to each prompt.")
     image_height: int = Field(gt=0, multiple_of=2, description="Canonical camera height in pixels.")
@@ -58,18 +60,51 @@ class _ModuleSpec(Spec):
     )
 
 
-class OftSpec(_ModuleSpec):
-    """OFT-style head: hidden states at N action tokens, an MLP with residual blocks, a chunk of actions."""
+class _OftHeadSpec(_ModuleSpec):
+    """An OFT-style head's own fields."""
 
     learns_by_rl: ClassVar[bool] = True
     reads_action_tokens_only: ClassVar[bool] = True
 
-    kind: Literal["oft"] = "oft"
     hidden_width: int = Field(default=256, gt=0, description="Width of the MLP.")
     residual_blocks: int = Field(default=2, ge=0, description="Residual blocks of the MLP.")
     initial_log_std: float = Field(default=-0.7, ge=-5, le=2, description="RL: initial state-independent log-std.")
     final_layer_scale: float = Field(
         default=1.0, gt=0, description="Factor on the initial last layer; small values start RL near zero actions."
+    )
+
+
+class OftSpec(_OftHeadSpec):
+    """OFT-style head: hidden states at N action tokens, an MLP with residual blocks, a chunk of actions."""
+
+    kind: Literal["oft"] = "oft"
+
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _distinct(targets: tuple[LoraTarget, ...]) -> tuple[LoraTarget, ...]:
+    """In the order of `LoraTarget`, since the schema signature tells orders apart and the adapter does not."""
+    if len(set(targets)) < len(targets):
+        raise ValueError(f"got {list(targets)}; possible: each name once; remove what is there twice")
+    return tuple(name for name in get_args(LoraTarget) if name in targets)
+
+
+class LoraSpec(_OftHeadSpec):
+    """Low-rank adapter (LoRA, PEFT's form) inside the base's language layers, read by a small OFT-style head.
+
+    Rank and alpha by default as OpenVLA's and OpenVLA-OFT's fine-tuning has them; dropout is not offered.
+    """
+
+    inside_base: ClassVar[bool] = True
+
+    kind: Literal["lora"] = "lora"
+    rank: int = Field(default=32, gt=0, le=256, description="r, the width between the two factors.")
+    alpha: float = Field(default=16.0, gt=0, description="What the adapter adds is multiplied by alpha / rank.")
+    target_modules: Annotated[tuple[LoraTarget, ...], AfterValidator(_distinct)] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj"),
+        min_length=1,
+        description="Linears that get an adapter, in every language layer.",
     )
 
 
@@ -123,10 +158,10 @@ class PiSpec(_ModuleSpec):
         return self
 
 
-MODULE_SPECS: dict[str, type[_ModuleSpec]] = {"oft": OftSpec, "gr00t": Gr00tSpec, "pi": PiSpec}
+MODULE_SPECS: dict[str, type[_ModuleSpec]] = {"oft": OftSpec, "gr00t": Gr00tSpec, "pi": PiSpec, "lora": LoraSpec}
 """Specs by kind; the classes that are built from them are in `kernels.action_modules.MODULES`."""
 
-ActionModuleSpec = Annotated[OftSpec | Gr00tSpec | PiSpec, Field(discriminator="kind"), ChoiceInForms]
+ActionModuleSpec = Annotated[OftSpec | Gr00tSpec | PiSpec | LoraSpec, Field(discriminator="kind"), ChoiceInForms]
 
 
 class TrainableSpec(Spec):

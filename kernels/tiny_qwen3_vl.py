@@ -127,7 +127,7 @@ def config(spec: BaseModelSpec, words: PreTrainedTokenizerFast) -> Qwen3VLConfig
         text_config={
             "vocab_size": VOCABULARY,
             "hidden_size": width,
-            "intermediate_size": 2 * width,
+            "intermediate_size": spec.mlp_width,
             "num_hidden_layers": spec.num_layers,
             "num_attention_heads": heads,
             "num_key_value_heads": spec.num_key_value_heads,

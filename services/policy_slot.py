@@ -188,8 +188,7 @@ class PolicySlot:
         return ppo_update(
             self.module,
             optimizer,
-            # The base is frozen: one forward a sample serves all epochs of the job.
-            self._features(backbone, data, slice(0, len(data["action"]))),
+            lambda rows: self._features(backbone, data, rows),
             spec,
             self.generator,
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
@@ -201,18 +200,23 @@ class PolicySlot:
         )
 
     def _features(
-        self, backbone: Backbone, data: Mapping[str, Any], rows: slice, kept: KeptFeatures | None = None
+        self,
+        backbone: Backbone,
+        data: Mapping[str, Any],
+        rows: slice | Tensor,
+        kept: KeptFeatures | None = None,
     ) -> VLAFeature:
-        """Of samples in order: those that came with the partition or were kept, else the base's forward."""
+        """Of these rows: what came with the partition or was kept, else the base's forward; of a module with an adapter
+        in the caller's gradient mode, through the base."""
         if FEATURE in data:
-            return VLAFeature(torch.from_numpy(np.asarray(data[FEATURE][rows], np.float32)))
-        parts = []
-        for start in range(rows.start, rows.stop, ENCODE_ROWS):
-            some = slice(start, min(start + ENCODE_ROWS, rows.stop))
+            return VLAFeature(torch.from_numpy(np.asarray(data[FEATURE], np.float32)[rows]))
+        index, parts = np.arange(len(data["action"]))[rows], []
+        for start in range(0, len(index), ENCODE_ROWS):
+            some = index[start : start + ENCODE_ROWS]
             observation = {
                 "images": {n.removeprefix("image."): a[some] for n, a in data.items() if n.startswith("image.")},
                 "proprioception": data["proprioception"][some],
-                "instructions": data["instructions"][some],
+                "instructions": [data["instructions"][i] for i in some],
             }
             parts.append(
                 self._encode(backbone, observation)
@@ -223,7 +227,9 @@ class PolicySlot:
 
     def _encode(self, backbone: Backbone, observation: Mapping[str, Any]) -> VLAFeature:
         prefix, _ = self._interface.prepare(backbone, observation)
-        return backbone.encode(prefix, self.module.reads)
+        if (adapter := self.module.adapter) is None:
+            return backbone.encode(prefix, self.module.reads)
+        return backbone.features(prefix, self.module.reads, [(slice(0, prefix.rows), adapter)])
 
     # checkpoints
 

@@ -71,13 +71,15 @@ class Request:
 
 
 def forward(backbone: Backbone, requests: Sequence[Request]) -> list[Prediction | JoyNexusError]:
-    """One base forward for all requests, then each tenant's action module on its own rows.
+    """One base forward for all requests, with the adapters of those that have one, then each tenant's action module.
 
     A tenant's fault is its own result; the others' bits are those of a forward without it.
     """
     grouped, slices = group_batching.group([r.prefix for r in requests])
     parts = frozenset(part for request in requests for part in request.policy.module.reads)
-    features = group_batching.split(backbone.encode(grouped, parts), slices)
+    modules = [request.policy.module for request in requests]
+    adapters = [(s, m.adapter) for s, m in zip(slices, modules, strict=True) if m.adapter is not None]
+    features = group_batching.split(backbone.encode(grouped, parts, adapters), slices)
     results: list[Prediction | JoyNexusError] = []
     for request, feature in zip(requests, features, strict=True):
         try:

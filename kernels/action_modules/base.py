@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from configs.errors import Conflict, SpecError, TenantFault, refusal
 from kernels.features import Part, VLAFeature
+from kernels.lora import LoraWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +56,21 @@ class ActionModule(nn.Module, ABC):
     A module lives on its base's device, where the features are. Features and proprioception may come from any device;
     actions, generators (so noise is the same everywhere) and all results are on the CPU, where losses and partitions
     are. Gradients find their way back. Where everything is on the CPU nothing is copied.
+
+    Attributes:
+        adapter: what the module changes inside the base, a part of its parameters; whoever encodes for it passes this
+            to the base. Features of a module with an adapter are those of its present parameters: they are computed
+            with gradient where it trains, and not kept across optimizer steps. None: the frozen base's features.
     """
 
     reads: ClassVar[frozenset[Part]]
     """Parts of the base's features that it decodes from; the forward computes them for it."""
     learns_by_rl: ClassVar[bool]
     """Whether `act` gives log-probabilities and values and `evaluate` scores actions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter: LoraWeights | None = None
 
     @property
     def device(self) -> torch.device:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.model import BaseModelSpec, OftSpec
+from configs.model import BaseModelSpec, LoraSpec, OftSpec
 from kernels.action_modules.base import (
     ActionModule,
     Decision,
@@ -72,10 +72,12 @@ class OftModule(ActionModule):
         spec: widths and where proprioception enters.
         base_hidden_width: D.
         num_action_tokens: N.
-        seed: of the initial parameters.
+        generator: draws the initial parameters.
     """
 
-    def __init__(self, spec: OftSpec, base_hidden_width: int, num_action_tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self, spec: OftSpec | LoraSpec, base_hidden_width: int, num_action_tokens: int, generator: torch.Generator
+    ) -> None:
         super().__init__()
         self.spec = spec
         features = base_hidden_width * num_action_tokens
@@ -87,7 +89,6 @@ class OftModule(ActionModule):
             self.value = ResidualMlp(inputs, spec.hidden_width, spec.residual_blocks, 1)
             self.log_std = nn.Parameter(torch.empty(spec.action_width))
         self.to_empty(device="cpu")
-        generator = torch.Generator().manual_seed(seed)
         nn.init.ones_(self.norm.weight)
         nn.init.zeros_(self.norm.bias)
         self.policy.initialise(generator, spec.final_layer_scale)
@@ -100,7 +101,7 @@ class OftModule(ActionModule):
     @classmethod
     def build(cls, spec: OftSpec, base: BaseModelSpec, seed: int) -> OftModule:
         """The registry's signature."""
-        return cls(spec, base.hidden_width, base.num_action_tokens, seed)
+        return cls(spec, base.hidden_width, base.num_action_tokens, torch.Generator().manual_seed(seed))
 
     def mean(self, feature: VLAFeature, proprioception: Tensor | None) -> Tensor:
         """The Gaussian's mean, float32 [B, H, A], on the CPU."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from configs.errors import SpecError, TenantFault, refusal
 from configs.model import BaseModelSpec
 from kernels.features import Part, PrefixBatch, PrefixCache, VLAFeature
+from kernels.lora import Adapters, GroupedLora
 from kernels.prompts import Prompt
 
 ACTION_TOKENS: frozenset[Part] = frozenset({"action_tokens"})
@@ -59,12 +61,15 @@ class Backbone(ABC):
         spec: the base model's preset.
         model: of transformers.
         pictures, prompts: how observations enter.
+        lora: what adds tenants' adapters inside the language layers, made of `model.language_model`; None where a
+            family takes none.
     """
 
     spec: BaseModelSpec
     model: Any
     pictures: Pictures
     prompts: Prompts
+    lora: GroupedLora | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -141,14 +146,30 @@ class Backbone(ABC):
             possible = f"1 to {self.spec.max_cameras} different names on base {self.spec.name!r}"
             raise TenantFault(refusal("cameras", list(cameras), possible, "declare such cameras"))
 
-    def encode(self, prefix: PrefixBatch, parts: Collection[Part] = ACTION_TOKENS) -> VLAFeature:
-        """The wanted parts of a batch's features, without gradients; rows do not depend on their company."""
-        with torch.no_grad():
-            return self.features(prefix, parts)
+    def encode(
+        self, prefix: PrefixBatch, parts: Collection[Part] = ACTION_TOKENS, adapters: Adapters = ()
+    ) -> VLAFeature:
+        """The wanted parts of a batch's features, without gradients; rows do not depend on their company.
 
-    def features(self, prefix: PrefixBatch, parts: Collection[Part] = ACTION_TOKENS) -> VLAFeature:
+        Args:
+            prefix: B rows.
+            parts: what of the forward is wanted.
+            adapters: (rows, adapter) of tenants that change the language layers for their own rows; the other rows
+                are the base's.
+
+        Raises:
+            SpecError: if the family takes no adapters, or one does not fit the base.
+            Conflict: if rows overlap or are not there.
+        """
+        with torch.no_grad():
+            return self.features(prefix, parts, adapters)
+
+    def features(
+        self, prefix: PrefixBatch, parts: Collection[Part] = ACTION_TOKENS, adapters: Adapters = ()
+    ) -> VLAFeature:
         """As `encode`, in the caller's gradient mode."""
-        hidden, cache = self._forward(prefix, with_cache="cache" in parts)
+        with self._adapted(adapters, prefix.rows):
+            hidden, cache = self._forward(prefix, with_cache="cache" in parts)
         found: dict[str, Any] = {}
         if "action_tokens" in parts:
             index = prefix.action_index.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
@@ -160,6 +181,14 @@ class Backbone(ABC):
         if set(parts) - ACTION_TOKENS:
             found["mask"] = prefix.mask.to(hidden.device)
         return VLAFeature(**found)
+
+    def _adapted(self, adapters: Adapters, rows: int) -> AbstractContextManager[None]:
+        if not adapters:
+            return nullcontext()
+        if self.lora is None:
+            possible = f"modules that leave the base as it is, since family {self.spec.family!r} takes no adapters"
+            raise SpecError(refusal("action_module.kind", "lora", possible, "choose another module or base"))
+        return self.lora.applied(adapters, rows)
 
     @abstractmethod
     def _forward(self, prefix: PrefixBatch, *, with_cache: bool) -> tuple[Tensor, PrefixCache | None]:

@@ -26,6 +26,7 @@ from kernels.backbones.base import Backbone, check_device, unreadable
 from kernels.backbones.taps import FinalNormTap, prefix_cache
 from kernels.features import PrefixBatch, PrefixCache
 from kernels.image_patches import ImagePatches
+from kernels.lora import GroupedLora
 from kernels.prompts import PromptBuilder
 
 EQUAL_PICTURES = "joynexus_equal_pictures"
@@ -92,7 +93,9 @@ class Qwen3VlBackbone(Backbone):
                 "hidden_width": text.hidden_size,
                 "num_layers": text.num_hidden_layers,
                 "num_key_value_heads": text.num_key_value_heads,
+                "num_attention_heads": text.num_attention_heads,
                 "head_width": text.head_dim,
+                "mlp_width": text.intermediate_size,
                 "rope_theta": text.rope_parameters["rope_theta"],
             }
         )
@@ -104,6 +107,7 @@ class Qwen3VlBackbone(Backbone):
         self.prompts: PromptBuilder = PromptBuilder(
             tokenizer, spec, self.pictures.tokens, (rows // merge, columns // merge)
         )
+        self.lora = GroupedLora(self.model.language_model)
         self._tap = FinalNormTap(self.model.language_model.norm, spec.feature_tap)
         self.model.to(spec.device)
         self.model.visual.set_attn_implementation(EQUAL_PICTURES)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import presets
 from configs.errors import Conflict, TenantFault
-from configs.model import ActionModuleSpec, OftSpec, PiSpec
+from configs.model import ActionModuleSpec, LoraSpec, OftSpec, PiSpec
 from kernels import action_modules
 from kernels.action_modules import ActionModule, export_parameters, load_parameters
 from kernels.features import PrefixCache, VLAFeature
@@ -31,6 +31,7 @@ SPECS: dict[str, ActionModuleSpec] = {
         mlp_width=64,
         heads=2 * BASE.num_key_value_heads,
     ),
+    "lora": LoraSpec(horizon=4, action_width=3, state_width=5, proprioception="head", rank=4, alpha=8),
 }
 
 

@@ -137,10 +137,13 @@ def _point(
         "grouped": lambda: _grouped(backbone, tenants),
         "serial": lambda: _serial(backbone, tenants),
         "plain": lambda: backbone.encode(alone[0].prefix, module.reads).rows * 0.0,
-        "grouped_base": lambda: group_batching.split(
-            backbone.encode(group_batching.group([t.prefix for t in tenants])[0], module.reads),
-            group_batching.group([t.prefix for t in tenants])[1],
-        )[0].rows * 0.0,
+        "grouped_base": lambda: (
+            group_batching.split(
+                backbone.encode(group_batching.group([t.prefix for t in tenants])[0], module.reads),
+                group_batching.group([t.prefix for t in tenants])[1],
+            )[0].rows
+            * 0.0
+        ),
     }
     seconds: dict[str, list[float]] = {way: [] for way in (*ways, "grouped_in_base", "serial_in_base")}
     for turn in range(rounds + 1):
@@ -208,9 +211,7 @@ def draw(found: report.Report, path: Path) -> None:
     for size in BASES:
         for kind in MODULES:
             for rows in (LOCAL_BATCHES[0], LOCAL_BATCHES[-1]):
-                points = [
-                    r for r in found.rows if (r["base"], r["module"], r["local_batch"]) == (size, kind, rows)
-                ]
+                points = [r for r in found.rows if (r["base"], r["module"], r["local_batch"]) == (size, kind, rows)]
                 curves[f"{kind}, {size} base, batch {rows}"] = (
                     [p["tenants"] for p in points],
                     [p["speedup"] for p in points],

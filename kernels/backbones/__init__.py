@@ -7,11 +7,13 @@ from pathlib import Path
 from configs.errors import SpecError, refusal
 from configs.model import BaseModelSpec
 from kernels.backbones.base import ACTION_TOKENS, Backbone
+from kernels.backbones.paligemma import PaliGemmaBackbone
 from kernels.backbones.qwen3_vl import Qwen3VlBackbone
 
-__all__ = ["ACTION_TOKENS", "FAMILIES", "Backbone", "Qwen3VlBackbone", "load"]
+__all__ = ["ACTION_TOKENS", "FAMILIES", "Backbone", "PaliGemmaBackbone", "Qwen3VlBackbone", "load"]
 
-FAMILIES: dict[str, type[Qwen3VlBackbone]] = {
+FAMILIES: dict[str, type[Backbone]] = {
+    "paligemma": PaliGemmaBackbone,
     "qwen3-vl": Qwen3VlBackbone,
 }
 

@@ -7,69 +7,104 @@ tests/kernels/test_backbones.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from configs.errors import SpecError, TenantFault, refusal
 from configs.model import BaseModelSpec
+from kernels.backbones.taps import FinalNormTap
 from kernels.features import Part, PrefixBatch, PrefixCache, VLAFeature
 from kernels.lora import Adapters, GroupedLora
-from kernels.prompts import Prompt
+from kernels.pictures import Pictures
+from kernels.prompts import PromptBuilder
 
 ACTION_TOKENS: frozenset[Part] = frozenset({"action_tokens"})
-
-
-class Pictures(Protocol):
-    """Camera pictures to what a family's vision tower reads."""
-
-    def canonical(self, images: np.ndarray, camera: str) -> np.ndarray:
-        """uint8 [B, h, w, 3] of any size to uint8 [B, height, width, 3].
-
-        Raises:
-            TenantFault: if the array is no batch of 8-bit RGB pictures.
-        """
-
-    def patches(self, images: np.ndarray) -> Tensor:
-        """float32 [I, P, patch values] of canonical pictures uint8 [I, height, width, 3]."""
-
-
-class Prompts(Protocol):
-    """Prompts of a family, ending with N action tokens.
-
-    Attributes:
-        build: the prompt of (instruction, number of cameras, text of the state or None); TenantFault if it is too long.
-    """
-
-    pad_token_id: int
-    build: Callable[[str, int, str | None], Prompt]
-
-    def bucket(self, length: int) -> int:
-        """`length` rounded up to the bucket."""
 
 
 class Backbone(ABC):
     """One base model in memory, frozen, in evaluation mode, with its tokenizer and image processor.
 
-    Calls change no state but caches of shapes and prompts, so threads may share it.
+    Calls change no state but caches of shapes and prompts, so threads may share it. Its parameters are frozen;
+    `pretraining` alone unfreezes a base, before it is served.
+
+    Args:
+        spec: the base model's preset.
+        model: transformers' model without language-model head.
+        tokenizer: of the same checkpoint.
+        processor: the same checkpoint's image processor.
 
     Attributes:
-        spec: the base model's preset.
-        model: of transformers.
-        pictures, prompts: how observations enter.
-        lora: what adds tenants' adapters inside the language layers, made of `model.language_model`; None where a
-            family takes none.
+        model_class, processor_class: what transformers loads a checkpoint of the family as.
+        pictures, prompts: how observations enter; a subclass makes them.
+        lora: what adds tenants' adapters inside the language layers.
+
+    Raises:
+        SpecError: if the checkpoint does not fit the preset.
     """
 
-    spec: BaseModelSpec
-    model: Any
+    model_class: ClassVar[Any]
+    processor_class: ClassVar[Any]
     pictures: Pictures
-    prompts: Prompts
-    lora: GroupedLora | None = None
+    prompts: PromptBuilder
+
+    def __init__(self, spec: BaseModelSpec, model: Any, tokenizer: PreTrainedTokenizerBase, processor: Any) -> None:
+        self.spec = spec
+        self.model: Any = model.requires_grad_(False).eval()
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self._check_language_model()
+        self._tap = FinalNormTap(self.model.language_model.norm, spec.feature_tap)
+        self.lora = GroupedLora(self.model.language_model)
+        self.model.to(spec.device)
+
+    @classmethod
+    def from_pretrained(cls, spec: BaseModelSpec, root: Path) -> Self:
+        """Load a checkpoint by hub id, absolute folder, or folder relative to `root` (the project's root).
+
+        Raises:
+            SpecError: if there is no such checkpoint, it lacks weights or does not fit the preset, or the preset's
+                device is not here.
+        """
+        check_device(spec)
+        folder = Path(spec.source) if Path(spec.source).is_absolute() else root / spec.source
+        source = str(folder) if folder.is_dir() else spec.source
+        transformers_logging.disable_progress_bar()  # a service's log is no terminal
+        where: dict[str, Any] = {"revision": spec.revision} if spec.revision is not None else {}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, **where)
+            processor = cls.processor_class.from_pretrained(source, **where)
+            model, loading = cls.model_class.from_pretrained(
+                source, dtype=getattr(torch, spec.dtype), output_loading_info=True, **where
+            )
+        except (OSError, ValueError) as error:
+            raise unreadable(spec, error) from error
+        if missing := sorted(loading["missing_keys"]):  # the library would leave them random
+            possible = f"a checkpoint of family {spec.family} with all weights"
+            found = f"{spec.source} without {missing[0]} and {len(missing) - 1} others"
+            raise SpecError(refusal("source", found, possible, "correct the preset"))
+        return cls(spec, model, tokenizer, processor)
+
+    @classmethod
+    def random(cls, spec: BaseModelSpec, seed: int) -> Self:
+        """A small base with random weights (the pictures mean nothing to it); the same for the same seed."""
+        model, tokenizer, processor = cls.random_checkpoint(spec, seed)
+        return cls(spec, model.model, tokenizer, processor)
+
+    @classmethod
+    @abstractmethod
+    def random_checkpoint(cls, spec: BaseModelSpec, seed: int) -> tuple[Any, Any, Any]:
+        """What the folder of a small base with random weights holds: transformers' model, tokenizer, image processor.
+
+        The model has its language-model head, as published ones do; without it it is the one of `random`.
+        """
 
     @property
     def num_bytes(self) -> int:
@@ -194,12 +229,22 @@ class Backbone(ABC):
     def _forward(self, prefix: PrefixBatch, *, with_cache: bool) -> tuple[Tensor, PrefixCache | None]:
         """Hidden states [B, L, D] at the tap, and the cache if it is wanted. Nothing is kept on the shared model."""
 
-    def _check_checkpoint(self, found: Mapping[str, float]) -> None:
-        """Hold what the checkpoint says of itself against the preset.
+    def _check_language_model(self) -> None:
+        """Hold what the checkpoint says of its language model against the preset.
 
         Raises:
             SpecError: for the first that differs.
         """
+        text = self.model.config.text_config
+        found = {
+            "hidden_width": text.hidden_size,
+            "num_layers": text.num_hidden_layers,
+            "num_key_value_heads": text.num_key_value_heads,
+            "num_attention_heads": text.num_attention_heads,
+            "head_width": text.head_dim,
+            "mlp_width": text.intermediate_size,
+            "rope_theta": text.rope_parameters["rope_theta"],
+        }
         for field, value in found.items():
             if getattr(self.spec, field) != value:
                 remedy = f"correct preset {self.spec.name}"

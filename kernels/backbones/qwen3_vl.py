@@ -9,25 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase, Qwen3VLModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedTokenizerBase, Qwen3VLModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.utils import logging as transformers_logging
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from configs.model import BaseModelSpec
 from kernels import tiny_qwen3_vl
-from kernels.backbones.base import Backbone, check_device, unreadable
-from kernels.backbones.taps import FinalNormTap, prefix_cache
+from kernels.backbones.base import Backbone
+from kernels.backbones.taps import position_after_prefix, prefix_cache
 from kernels.features import PrefixBatch, PrefixCache
 from kernels.image_patches import ImagePatches
-from kernels.lora import GroupedLora
-from kernels.prompts import PromptBuilder
+from kernels.qwen3_vl_prompts import Qwen3VlPrompts
 
 EQUAL_PICTURES = "joynexus_equal_pictures"
 
@@ -66,7 +63,7 @@ class _PictureShape:
 
 
 class Qwen3VlBackbone(Backbone):
-    """A Qwen3-VL of any size. Its parameters are frozen; `pretraining` alone unfreezes a base, before it is served.
+    """A Qwen3-VL of any size.
 
     Args:
         spec: the base model's preset.
@@ -78,6 +75,10 @@ class Qwen3VlBackbone(Backbone):
         SpecError: if the checkpoint does not fit the preset.
     """
 
+    model_class = Qwen3VLModel
+    processor_class = Qwen2VLImageProcessorPil
+    pictures: ImagePatches
+
     def __init__(
         self,
         spec: BaseModelSpec,
@@ -85,60 +86,19 @@ class Qwen3VlBackbone(Backbone):
         tokenizer: PreTrainedTokenizerBase,
         processor: Qwen2VLImageProcessorPil,
     ) -> None:
-        self.spec = spec
-        self.model: Any = model.requires_grad_(False).eval()
-        text = self.model.config.text_config
-        self._check_checkpoint(
-            {
-                "hidden_width": text.hidden_size,
-                "num_layers": text.num_hidden_layers,
-                "num_key_value_heads": text.num_key_value_heads,
-                "num_attention_heads": text.num_attention_heads,
-                "head_width": text.head_dim,
-                "mlp_width": text.intermediate_size,
-                "rope_theta": text.rope_parameters["rope_theta"],
-            }
-        )
-        self.tokenizer = tokenizer
-        self.processor = processor
-        self.pictures: ImagePatches = ImagePatches(processor, spec.image_height, spec.image_width)
+        super().__init__(spec, model, tokenizer, processor)
+        self.pictures = ImagePatches(processor, spec.image_height, spec.image_width)
         rows, columns = self.pictures.grid
         merge = self.pictures.merge
-        self.prompts: PromptBuilder = PromptBuilder(
-            tokenizer, spec, self.pictures.tokens, (rows // merge, columns // merge)
-        )
-        self.lora = GroupedLora(self.model.language_model)
-        self._tap = FinalNormTap(self.model.language_model.norm, spec.feature_tap)
-        self.model.to(spec.device)
+        self.prompts = Qwen3VlPrompts(tokenizer, spec, self.pictures.tokens, (rows // merge, columns // merge))
         self.model.visual.set_attn_implementation(EQUAL_PICTURES)
         self._picture_shape = lru_cache(maxsize=256)(self._compute_picture_shape)
 
     @classmethod
-    def from_pretrained(cls, spec: BaseModelSpec, root: Path) -> Qwen3VlBackbone:
-        """Load a checkpoint by hub id, absolute folder, or folder relative to `root` (the project's root).
-
-        Raises:
-            SpecError: if there is no such checkpoint, it does not fit the preset, or the preset's device is not here.
-        """
-        check_device(spec)
-        folder = Path(spec.source) if Path(spec.source).is_absolute() else root / spec.source
-        source = str(folder) if folder.is_dir() else spec.source
-        transformers_logging.disable_progress_bar()  # a service's log is no terminal
-        where: dict[str, Any] = {"revision": spec.revision} if spec.revision is not None else {}
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source, **where)
-            processor = Qwen2VLImageProcessorPil.from_pretrained(source, **where)
-            model = Qwen3VLModel.from_pretrained(source, dtype=getattr(torch, spec.dtype), **where)
-        except (OSError, ValueError) as error:
-            raise unreadable(spec, error) from error
-        return cls(spec, model, tokenizer, processor)
-
-    @classmethod
-    def random(cls, spec: BaseModelSpec, seed: int) -> Qwen3VlBackbone:
-        """A small base with random weights (the pictures mean nothing to it); the same for the same seed."""
+    def random_checkpoint(cls, spec: BaseModelSpec, seed: int) -> tuple[Any, Any, Any]:
+        """See `Backbone`."""
         tokenizer = tiny_qwen3_vl.tokenizer()
-        model = tiny_qwen3_vl.random_model(spec, tokenizer, seed).model
-        return cls(spec, model, tokenizer, tiny_qwen3_vl.image_processor())
+        return tiny_qwen3_vl.random_model(spec, tokenizer, seed), tokenizer, tiny_qwen3_vl.image_processor()
 
     def _forward(self, prefix: PrefixBatch, *, with_cache: bool) -> tuple[Tensor, PrefixCache | None]:
         """See `Backbone`. The towers are called apart: the library's own call keeps state on the model."""
@@ -170,12 +130,8 @@ class Qwen3VlBackbone(Backbone):
                 past_key_values=kept,
                 use_cache=with_cache,
             )
-        return taken[0] if taken else out.last_hidden_state, None if kept is None else self._cache(kept, prefix)
-
-    def _cache(self, kept: DynamicCache, prefix: PrefixBatch) -> PrefixCache:
-        # An action token's positions are one number; the first one follows the prefix.
-        position = prefix.position_ids[0].gather(1, prefix.action_index[:, :1])[:, 0]
-        return prefix_cache(kept, position)
+        hidden = taken[0] if taken else out.last_hidden_state
+        return hidden, None if kept is None else prefix_cache(kept, position_after_prefix(prefix))
 
     def _compute_picture_shape(self, pictures: int) -> _PictureShape:
         visual = self.model.visual

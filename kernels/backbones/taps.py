@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kernels.features import PrefixCache
+from kernels.features import PrefixBatch, PrefixCache
 
 
 class FinalNormTap:
@@ -50,3 +50,8 @@ def prefix_cache(kept: DynamicCache, position: Tensor) -> PrefixCache:
     layers: list[Any] = list(kept.layers)  # of full attention all of them, which hold keys and values
     keys, values = (tuple(getattr(layer, kind).float() for layer in layers) for kind in ("keys", "values"))
     return PrefixCache(keys, values, position.to(keys[0].device))
+
+
+def position_after_prefix(prefix: PrefixBatch) -> Tensor:
+    """int64 [B], the first action token's position, which is one number in every family."""
+    return prefix.position_ids[0].gather(1, prefix.action_index[:, :1])[:, 0]

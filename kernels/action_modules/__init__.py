@@ -14,6 +14,7 @@ from kernels.action_modules.base import (
     export_parameters,
     load_parameters,
 )
+from kernels.action_modules.gr00t import Gr00tModule
 from kernels.action_modules.oft import OftModule
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ActionModule",
     "Decision",
     "Evaluation",
+    "Gr00tModule",
     "OftModule",
     "build",
     "export_parameters",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 MODULES: dict[str, Callable[[Any, BaseModelSpec, int], ActionModule]] = {  # each takes the spec of its kind
+    "gr00t": Gr00tModule.build,
     "oft": OftModule.build,
 }
 

@@ -111,23 +111,36 @@ class LoraSpec(_OftHeadSpec):
 class Gr00tSpec(_ModuleSpec):
     """GR00T-style head: a diffusion transformer denoises a chunk by flow matching, attending to all prefix tokens.
 
-    Defaults are those published (StarVLA QwenGR00T, GR00T N1.5: DiT-B).
+    Defaults are those published (StarVLA's QwenGR00T: DiT-B, after GR00T N1.5).
     """
 
     kind: Literal["gr00t"] = "gr00t"
-    hidden_width: int = Field(default=1024, gt=0, description="Width of state, future and action tokens' encoders.")
+    hidden_width: int = Field(
+        default=1024, gt=0, description="Width inside state encoder and action decoder, and between."
+    )
     layers: int = Field(default=16, gt=0, description="Blocks; even ones attend to the prefix, odd ones to themselves.")
     heads: int = Field(default=12, gt=0, description="Attention heads.")
-    head_width: int = Field(default=64, gt=0, description="Width of one head; heads × this is the blocks' width.")
+    head_width: int = Field(
+        default=64, gt=0, multiple_of=16, description="Width of one head; heads × this is the blocks' width."
+    )
     future_tokens: int = Field(default=32, ge=0, description="Learned tokens beside state and actions.")
     denoising_steps: int = Field(default=4, gt=0, le=64, description="Euler steps from noise to a chunk.")
-    time_buckets: int = Field(default=1000, gt=0, description="Times are rounded to so many before embedding.")
-    beta_alpha: float = Field(default=1.5, gt=0, description="Training times: 1 − Beta(alpha, beta), scaled.")
+    time_buckets: int = Field(default=1000, gt=0, description="Times are rounded down to so many before embedding.")
+    beta_alpha: float = Field(default=1.5, gt=0, description="Training times: (1 − Beta(alpha, beta)) · time_scale.")
     beta_beta: float = Field(default=1.0, gt=0)
-    time_scale: float = Field(default=0.999, gt=0, le=1, description="Largest training time.")
+    time_scale: float = Field(default=0.999, gt=0, le=1, description="Largest training time; 0 is noise, 1 the action.")
     repeated_steps: int = Field(default=8, gt=0, le=64, description="Noises and times drawn a sample and step.")
-    embodiments: int = Field(default=1, gt=0, le=256, description="Linear layers of their own an embodiment.")
+    embodiments: int = Field(default=1, gt=0, le=256, description="Sets of state and action layers, one a robot.")
     embodiment: int = Field(default=0, ge=0, description="Which of them this tenant uses.")
+
+    @model_validator(mode="after")
+    def _embodiment_exists(self) -> Self:
+        if self.embodiment >= self.embodiments:
+            raise ValueError(
+                f"got embodiment {self.embodiment} with embodiments {self.embodiments}; "
+                f"possible: 0 … {self.embodiments - 1}; change one"
+            )
+        return self
 
 
 class PiSpec(_ModuleSpec):

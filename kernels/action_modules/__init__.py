@@ -14,6 +14,7 @@ from kernels.action_modules.base import (
     export_parameters,
     load_parameters,
 )
+from kernels.action_modules.gr00t import Gr00tModule
 from kernels.action_modules.lora import LoraModule
 from kernels.action_modules.oft import OftModule
 from kernels.action_modules.pi import PiModule
@@ -23,6 +24,7 @@ __all__ = [
     "ActionModule",
     "Decision",
     "Evaluation",
+    "Gr00tModule",
     "LoraModule",
     "OftModule",
     "PiModule",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 MODULES: dict[str, Callable[[Any, BaseModelSpec, int], ActionModule]] = {  # each takes the spec of its kind
+    "gr00t": Gr00tModule.build,
     "oft": OftModule.build,
     "pi": PiModule.build,
     "lora": LoraModule.build,

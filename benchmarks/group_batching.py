@@ -48,7 +48,14 @@ MODULES: dict[str, ActionModuleSpec] = {
 }
 BASES: dict[str, dict[str, Any]] = {
     "tiny": {},
-    "small": {"hidden_width": 256, "num_layers": 6, "num_key_value_heads": 2, "head_width": 64, "mlp_width": 512},
+    "small": {
+        "hidden_width": 256,
+        "num_layers": 6,
+        "num_key_value_heads": 2,
+        "num_attention_heads": 4,
+        "head_width": 64,
+        "mlp_width": 512,
+    },
 }
 """Sizes of randomly initialised bases, as changes of the preset `tiny-qwen3-vl`."""
 
@@ -132,18 +139,23 @@ def _point(
     """The row of one point, and its seconds."""
     module = MODULES[kind]
     tenants = [_tenant(backbone, spec, module, rows, seed) for seed in range(count)]
-    alone = [_tenant(backbone, spec, module, rows * count, 99)]
+    alone = _tenant(backbone, spec, module, rows * count, 99)
+    reads, prefixes = tenants[0].module.reads, [t.prefix for t in tenants]
+
+    def grouped_base() -> float:
+        batch, slices = group_batching.group(prefixes)
+        group_batching.split(backbone.encode(batch, reads), slices)
+        return 0.0
+
+    def plain_base() -> float:
+        backbone.encode(alone.prefix, reads)
+        return 0.0
+
     ways: dict[str, Callable[[], float]] = {
         "grouped": lambda: _grouped(backbone, tenants),
         "serial": lambda: _serial(backbone, tenants),
-        "plain": lambda: backbone.encode(alone[0].prefix, module.reads).rows * 0.0,
-        "grouped_base": lambda: (
-            group_batching.split(
-                backbone.encode(group_batching.group([t.prefix for t in tenants])[0], module.reads),
-                group_batching.group([t.prefix for t in tenants])[1],
-            )[0].rows
-            * 0.0
-        ),
+        "grouped_base": grouped_base,
+        "plain_base": plain_base,
     }
     seconds: dict[str, list[float]] = {way: [] for way in (*ways, "grouped_in_base", "serial_in_base")}
     for turn in range(rounds + 1):
@@ -154,7 +166,7 @@ def _point(
                 if way in ("grouped", "serial"):
                     seconds[f"{way}_in_base"].append(base)
     ratios = [s / g for s, g in zip(seconds["serial"], seconds["grouped"], strict=True)]
-    over_plain = [g / p for g, p in zip(seconds["grouped_base"], seconds["plain"], strict=True)]
+    over_plain = [g / p for g, p in zip(seconds["grouped_base"], seconds["plain_base"], strict=True)]
     low, high = interval(ratios)
     row = {
         "module": kind,

@@ -127,7 +127,7 @@ class Qwen3VlBackbone(Backbone):
                 attention_mask=None,
                 visual_pos_masks=mask,
                 deepstack_visual_embeds=vision.deepstack_features,
-                past_key_values=kept,
+                cache=kept,
                 use_cache=with_cache,
             )
         hidden = taken[0] if taken else out.last_hidden_state

@@ -129,7 +129,7 @@ def config(spec: BaseModelSpec, words: PreTrainedTokenizerFast) -> Qwen3VLConfig
             "hidden_size": width,
             "intermediate_size": spec.mlp_width,
             "num_hidden_layers": spec.num_layers,
-            "num_attention_heads": heads,
+            "num_attention_heads": spec.num_attention_heads,
             "num_key_value_heads": spec.num_key_value_heads,
             "head_dim": spec.head_width,
             "max_position_embeddings": 1024,

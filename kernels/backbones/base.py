@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from configs.errors import SpecError, TenantFault, refusal
@@ -79,6 +79,11 @@ class Backbone(ABC):
         transformers_logging.disable_progress_bar()  # a service's log is no terminal
         where: dict[str, Any] = {"revision": spec.revision} if spec.revision is not None else {}
         try:
+            kind = PreTrainedConfig.get_config_dict(source, **where)[0].get("model_type")
+            if kind not in (None, cls.model_class.config_class.model_type):
+                # The library would build its default model, of any size, and wonder at the weights.
+                remedy = f"correct preset {spec.name}"
+                raise SpecError(refusal("family", spec.family, f"that of {kind}, the checkpoint's", remedy))
             tokenizer = AutoTokenizer.from_pretrained(source, **where)
             processor = cls.processor_class.from_pretrained(source, **where)
             model, loading = cls.model_class.from_pretrained(

@@ -49,7 +49,10 @@ class PaliGemmaBackbone(Backbone):
         processor: SiglipImageProcessorPil,
     ) -> None:
         super().__init__(spec, model, tokenizer, processor)
-        vision = self.model.config.vision_config
+        vision, text = self.model.config.vision_config, self.model.config.text_config
+        if text.model_type != "gemma":
+            possible = "gemma: PaliGemma 2's layers look through a window and squash their scores"
+            raise SpecError(refusal("source", f"a language model {text.model_type}", possible, "choose a PaliGemma 1"))
         size = (spec.image_height, spec.image_width)
         if size != (vision.image_size, vision.image_size):
             possible = f"{(vision.image_size, vision.image_size)}, the checkpoint's"
@@ -78,7 +81,7 @@ class PaliGemmaBackbone(Backbone):
             out = self.model.language_model(
                 inputs_embeds=embeddings,
                 position_ids=prefix.position_ids[0].to(device),
-                attention_mask=visible(prefix).to(device),
+                attention_mask=visible(prefix.mask.to(device), prefix.action_index.to(device)),
                 cache=kept,
                 use_cache=with_cache,
             )
@@ -86,11 +89,18 @@ class PaliGemmaBackbone(Backbone):
         return hidden, None if kept is None else prefix_cache(kept, position_after_prefix(prefix))
 
 
-def visible(prefix: PrefixBatch) -> Tensor:
-    """bool [B, 1, L, L]: which position (last) a position (last but one) sees.
+def visible(mask: Tensor, action_index: Tensor) -> Tensor:
+    """Which position (last) a position (last but one) sees.
 
     All see the prefix, padding too (it is read by nobody, but a softmax over nothing would be NaN); action tokens see
     the action tokens as well.
+
+    Args:
+        mask: bool [B, L], True at the prefix.
+        action_index: int64 [B, N], where the action tokens stand.
+
+    Returns:
+        bool [B, 1, L, L].
     """
-    acts = torch.zeros_like(prefix.input_ids, dtype=torch.bool).scatter(1, prefix.action_index, True)
-    return (prefix.mask[:, None] | (acts[:, :, None] & acts[:, None]))[:, None]
+    acts = torch.zeros_like(mask).scatter(1, action_index, True)
+    return (mask[:, None] | (acts[:, :, None] & acts[:, None]))[:, None]

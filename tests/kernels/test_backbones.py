@@ -125,6 +125,21 @@ def test_action_tokens_stand_last_before_the_padding(base: Backbone) -> None:
     assert (prefix.input_ids[:, : last + 1] != base.prompts.pad_token_id).all()
 
 
+def test_gradients_reach_what_trains_inside_the_base(base: Backbone) -> None:
+    """`features` is for tenants with adapters in the language layers; `encode` is not."""
+    prefix = base.prepare(observation(2, 1), ["base"])
+    weight = base.model.language_model.layers[0].self_attn.v_proj.weight
+    weight.requires_grad_(True)
+    try:
+        base.features(prefix).action_tokens.square().sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.abs().sum() > 0
+        assert not base.encode(prefix, ALL).action_tokens.requires_grad
+    finally:
+        weight.requires_grad_(False)
+        weight.grad = None
+
+
 def test_padding_is_seen_by_nothing(base: Backbone) -> None:
     prefix = base.prepare(observation(2, 0), ["base"])
     end = int(prefix.action_index[0, -1]) + 1
@@ -300,6 +315,16 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path, family: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecError, match=r"source: got .*empty.* possible: a hub id, or a folder with config.json"):
         backbones.load(spec.model_copy(update={"source": str(tmp_path / "empty")}), root=tmp_path)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_checkpoint_of_another_family_is_refused(family: str) -> None:
+    """Before the library builds what it takes for the right model, at its default size."""
+    other = presets.base_model(TINY[next(name for name in TINY if name != family)])
+    spec = presets.base_model(TINY[family]).model_copy(update={"source": other.source})
+    kind = other.family.replace("-", "_")
+    with pytest.raises(SpecError, match=f"family: got '{family}'; possible: that of {kind}, the checkpoint's"):
+        backbones.load(spec, root=PROJECT_ROOT)
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -72,6 +72,14 @@ def test_a_preset_whose_pictures_the_positions_do_not_fill_is_refused() -> None:
             tiny_paligemma.config(SPEC.model_copy(update={"image_height": size[0], "image_width": size[1]}), words)
 
 
+def test_paligemma_2_is_refused() -> None:
+    """Its attention is another one, which nothing here would notice."""
+    model, words, processor = PaliGemmaBackbone.random_checkpoint(SPEC, 0)
+    model.config.text_config.model_type = "gemma2"
+    with pytest.raises(SpecError, match=r"source: got 'a language model gemma2'; possible: gemma: .*; choose"):
+        PaliGemmaBackbone(SPEC, model.model, words, processor)
+
+
 @pytest.mark.parametrize("cameras", [1, 2])
 @pytest.mark.parametrize("text", ["push the cube to the target", "naïve: 0.25", ""])
 def test_prompts_equal_the_librarys_own_up_to_the_action_tokens(
@@ -156,12 +164,11 @@ def test_action_tokens_equal_a_second_call_on_the_prefixs_cache(gemma: PaliGemma
 
 def test_who_sees_whom() -> None:
     """Two rows of six: three of prefix, two action tokens, one of padding; one of prefix, two, three."""
-    ids, positions = torch.zeros(2, 6, dtype=torch.int64), torch.zeros(1, 2, 6, dtype=torch.int64)
-    prefix = PrefixBatch(ids, positions, torch.tensor([[3, 4], [1, 2]]), torch.zeros(0, 1, 1), (0, 0))
+    mask = torch.tensor([[True] * 3 + [False] * 3, [True] + [False] * 5])
     first = ["111000", "111000", "111000", "111110", "111110", "111000"]
     second = ["100000", "111000", "111000", "100000", "100000", "100000"]
     expected = torch.tensor([[[[int(seen) for seen in line] for line in row]] for row in (first, second)]).bool()
-    assert torch.equal(visible(prefix), expected)
+    assert torch.equal(visible(mask, torch.tensor([[3, 4], [1, 2]])), expected)
 
 
 def changed(prefix: PrefixBatch, index: int, token: int) -> PrefixBatch:

@@ -16,8 +16,7 @@ from configs import presets
 from configs.algorithm import SftSpec
 from configs.backend import PolicyConfig
 from configs.home import PROJECT_ROOT
-from kernels import action_modules
-from kernels.backbone import Backbone
+from kernels import action_modules, backbones
 from kernels.normalisation import Normaliser
 from services.environments.adapter import make_adapter
 
@@ -26,7 +25,7 @@ class PlainPolicy:
     """One tenant's policy in this process: the base, an action module, and statistics."""
 
     def __init__(self, config: PolicyConfig) -> None:
-        self.backbone = Backbone.from_pretrained(config.base_model, PROJECT_ROOT)
+        self.backbone = backbones.load(config.base_model, PROJECT_ROOT)
         self.module = action_modules.build(config.action_module, config.base_model, config.seed)
         self.cameras = [camera.name for camera in config.cameras]
         self.state = Normaliser.from_statistics(config.state)
@@ -42,6 +41,8 @@ class PlainPolicy:
         feature = self.backbone.encode(self.backbone.prepare(observation, self.cameras))
         proprioception = torch.from_numpy(self.state.normalise(observation["proprioception"]))
         decision = self.module.act(feature, proprioception, generator)
+        assert decision.log_prob is not None
+        assert decision.value is not None
         kept = {
             "action": decision.action.numpy(),
             "log_prob": decision.log_prob.numpy(),
@@ -134,10 +135,10 @@ def plain_sft(policy: PlainPolicy, spec: SftSpec, data: dict[str, Any]) -> float
         state = policy.state.normalise(data["proprioception"][rows])
         observation = {"images": images, "proprioception": state, "instructions": data["instructions"][rows]}
         feature = policy.backbone.encode(policy.backbone.prepare(observation, policy.cameras))
-        predicted = module.mean(feature, torch.from_numpy(state))
         target = torch.from_numpy(policy.action.normalise(data["action"][rows]))
-        real = ~torch.from_numpy(data["action_is_pad"][rows])
-        loss = (predicted - target).abs()[real].mean()
+        is_pad = torch.from_numpy(data["action_is_pad"][rows])
+        count = float((~is_pad).sum()) * target.shape[2]
+        loss = module.imitation_loss(feature, torch.from_numpy(state), target, is_pad, count, None)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), spec.optimizer.max_grad_norm)

@@ -74,7 +74,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(
-    title: str, measure: Callable[[argparse.Namespace], Report], *, options: Sequence[tuple[str, Any, str]] = ()
+    title: str,
+    measure: Callable[[argparse.Namespace], Report],
+    *,
+    options: Sequence[tuple[str, Any, str]] = (),
+    draw: Callable[[Report, Path], None] | None = None,
 ) -> None:
     """Parse the command line, measure, print and write.
 
@@ -82,6 +86,7 @@ def main(
         title: what is timed, the first line printed.
         measure: makes the report; gets the parsed options.
         options: (name, default, help) of a benchmark's own options, each of its default's type.
+        draw: makes a picture of the report in a PNG file, which lies beside the JSON file.
     """
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--json", type=Path, default=None, help="write machine, rows and summary to this file")
@@ -99,6 +104,8 @@ def main(
     print(table(_against_aims(report)))
     if arguments.json is not None:
         write(arguments.json, where, report)
+        if draw is not None:
+            draw(report, arguments.json.with_suffix(".png"))
 
 
 def _take_the_platforms_memory_settings() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, GetJsonSchemaHandler
+from pydantic import Field
 
 from configs import seeds
-from configs.spec import Spec
+from configs.spec import ChoiceInForms, Spec
 
 MAX_ROLLOUTS = 2_000
 """Completion target of RL at most. As many jobs again may be lost before a workload is given up, and all of their
@@ -73,15 +73,4 @@ class PpoSpec(Spec):
     )
 
 
-class _ChoiceInForms:
-    """Prefect's form offers `anyOf` as a choice, but shows `oneOf`, which a discriminator makes, as bare JSON."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        schema = dict(handler(core_schema))
-        schema["anyOf"] = schema.pop("oneOf")
-        schema.pop("discriminator")
-        return schema
-
-
-AlgorithmSpec = Annotated[SftSpec | PpoSpec, Field(discriminator="kind"), _ChoiceInForms]
+AlgorithmSpec = Annotated[SftSpec | PpoSpec, Field(discriminator="kind"), ChoiceInForms]

@@ -45,6 +45,17 @@ class BackendConfig(Spec):
     resources: ResourcesSpec
     outputs: OutputsSpec
 
+    @property
+    def features_travel(self) -> bool:
+        """Whether a rollout's partition holds the features that its actions came from, in the pictures' place.
+
+        The base is frozen and looks at pictures as they are, so an update needs no forward of it. Tokens and caches of
+        the whole prefix would be larger than the pictures by far.
+        """
+        module = self.policy.action_module
+        small = module.reads_action_tokens_only and not module.inside_base
+        return isinstance(self.algorithm, PpoSpec) and small and self.resources.reuse_features != "never"
+
     def scheduler_policy(self) -> dict[str, object]:
         """The bounds that the Training Scheduler keeps for this policy."""
         lockstep = isinstance(self.algorithm, PpoSpec) and self.algorithm.lockstep

@@ -38,6 +38,11 @@ class ClusterSpec(Spec):
     max_pinned_versions: int = Field(
         default=4, gt=0, description="Serving versions kept a tenant beside the current one."
     )
+    max_feature_bytes: int = Field(
+        default=256 << 20,
+        ge=0,
+        description="What the base computed of demonstrations, kept for later epochs, a tenant at most; 0: nothing.",
+    )
     max_job_bytes: int = Field(
         default=1 << 30,
         gt=0,

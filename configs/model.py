@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
-from configs.spec import Name, Spec
+from configs.spec import ChoiceInForms, Name, Spec
 
 
 class BaseModelSpec(Spec):
     """A vision-language backbone that stays resident and frozen, shared by all tenants that name it."""
 
     name: Name = Field(description="Name under which workloads ask for this base model.")
-    family: Literal["qwen3-vl"] = Field(description="Which of transformers' model classes it is loaded as.")
+    family: Literal["qwen3-vl", "paligemma"] = Field(
+        description="Which of transformers' model classes it is loaded as."
+    )
     source: str = Field(description="Hub id, absolute folder, or folder relative to the project's root.")
     revision: str | None = Field(default=None, description="Hub revision; None for a local folder.")
     dtype: Literal["float32", "bfloat16"] = Field(description="Precision of the resident weights.")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the resident weights live.")
-    feature_tap: Literal["last_after_norm"] = Field(
-        default="last_after_norm", description="Which hidden states leave the base: last layer, after the final norm."
+    feature_tap: Literal["last_after_norm", "last_before_norm"] = Field(
+        default="last_after_norm",
+        description="Which hidden states leave the base: the last layer's, after or before the final norm.",
     )
     hidden_width: int = Field(gt=0, description="Width D of a hidden state; must equal the checkpoint's.")
+    num_layers: int = Field(gt=0, description="Layers of the language model; must equal the checkpoint's.")
+    num_key_value_heads: int = Field(gt=0, description="Key/value heads of a layer; must equal the checkpoint's.")
+    num_attention_heads: int = Field(gt=0, description="Query heads of a layer; must equal the checkpoint's.")
+    head_width: int = Field(gt=0, description="Width of one attention head; must equal the checkpoint's.")
+    mlp_width: int = Field(gt=0, description="Inner width of a layer's MLP; must equal the checkpoint's.")
+    rope_theta: float = Field(gt=0, description="Base of the rotary frequencies; must equal the checkpoint's.")
     num_action_tokens: int = Field(gt=0, le=64, description="N action tokens appended to each prompt.")
     image_height: int = Field(gt=0, multiple_of=2, description="Canonical camera height in pixels.")
     image_width: int = Field(gt=0, multiple_of=2, description="Canonical camera width in pixels.")
@@ -30,25 +39,142 @@ class BaseModelSpec(Spec):
     max_length: int = Field(default=512, gt=0, description="Longest padded token sequence.")
 
 
-class OftSpec(Spec):
-    """OFT-style head: hidden states at N action tokens, an MLP with residual blocks, a chunk of actions."""
+class _ModuleSpec(Spec):
+    """What every action module declares.
 
-    kind: Literal["oft"] = "oft"
+    Attributes:
+        learns_by_rl: whether it gives log-probabilities and values.
+        inside_base: whether parameters of it lie inside the base, so that features change with each of its updates.
+        reads_action_tokens_only: whether N × D numbers a sample are all it reads of the base.
+    """
+
+    learns_by_rl: ClassVar[bool] = False
+    inside_base: ClassVar[bool] = False
+    reads_action_tokens_only: ClassVar[bool] = False
+
     horizon: int = Field(gt=0, le=64, description="H, actions in a chunk.")
     action_width: int = Field(gt=0, description="A, width of one action; must equal the environment's or dataset's.")
     state_width: int = Field(gt=0, description="S, width of proprioception; must equal the environment's or dataset's.")
-    hidden_width: int = Field(default=256, gt=0, description="Width of the MLP.")
-    residual_blocks: int = Field(default=2, ge=0, description="Residual blocks of the MLP.")
     proprioception: Literal["head", "prompt", "none"] = Field(
         description="Where normalised proprioception enters: the head, the prompt as text bins, or nowhere."
     )
+
+
+class _OftHeadSpec(_ModuleSpec):
+    """An OFT-style head's own fields."""
+
+    learns_by_rl: ClassVar[bool] = True
+    reads_action_tokens_only: ClassVar[bool] = True
+
+    hidden_width: int = Field(default=256, gt=0, description="Width of the MLP.")
+    residual_blocks: int = Field(default=2, ge=0, description="Residual blocks of the MLP.")
     initial_log_std: float = Field(default=-0.7, ge=-5, le=2, description="RL: initial state-independent log-std.")
     final_layer_scale: float = Field(
         default=1.0, gt=0, description="Factor on the initial last layer; small values start RL near zero actions."
     )
 
 
-ActionModuleSpec = OftSpec
+class OftSpec(_OftHeadSpec):
+    """OFT-style head: hidden states at N action tokens, an MLP with residual blocks, a chunk of actions."""
+
+    kind: Literal["oft"] = "oft"
+
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _distinct(targets: tuple[LoraTarget, ...]) -> tuple[LoraTarget, ...]:
+    """In the order of `LoraTarget`, since the schema signature tells orders apart and the adapter does not."""
+    if len(set(targets)) < len(targets):
+        raise ValueError(f"got {list(targets)}; possible: each name once; remove what is there twice")
+    return tuple(name for name in get_args(LoraTarget) if name in targets)
+
+
+class LoraSpec(_OftHeadSpec):
+    """Low-rank adapter (LoRA, PEFT's form) inside the base's language layers, read by a small OFT-style head.
+
+    Rank and alpha by default as OpenVLA's and OpenVLA-OFT's fine-tuning has them; dropout is not offered.
+    """
+
+    inside_base: ClassVar[bool] = True
+
+    kind: Literal["lora"] = "lora"
+    rank: int = Field(default=32, gt=0, le=256, description="r, the width between the two factors.")
+    alpha: float = Field(default=16.0, gt=0, description="What the adapter adds is multiplied by alpha / rank.")
+    target_modules: Annotated[tuple[LoraTarget, ...], AfterValidator(_distinct)] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj"),
+        min_length=1,
+        description="Linears that get an adapter, in every language layer.",
+    )
+
+
+class Gr00tSpec(_ModuleSpec):
+    """GR00T-style head: a diffusion transformer denoises a chunk by flow matching, attending to all prefix tokens.
+
+    Defaults are those published (StarVLA's QwenGR00T: DiT-B, after GR00T N1.5).
+    """
+
+    kind: Literal["gr00t"] = "gr00t"
+    hidden_width: int = Field(
+        default=1024, gt=0, description="Width inside state encoder and action decoder, and between."
+    )
+    layers: int = Field(default=16, gt=0, description="Blocks; even ones attend to the prefix, odd ones to themselves.")
+    heads: int = Field(default=12, gt=0, description="Attention heads.")
+    head_width: int = Field(
+        default=64, gt=0, multiple_of=16, description="Width of one head; heads × this is the blocks' width."
+    )
+    future_tokens: int = Field(default=32, ge=0, description="Learned tokens beside state and actions.")
+    denoising_steps: int = Field(default=4, gt=0, le=64, description="Euler steps from noise to a chunk.")
+    time_buckets: int = Field(default=1000, gt=0, description="Times are rounded down to so many before embedding.")
+    beta_alpha: float = Field(default=1.5, gt=0, description="Training times: (1 − Beta(alpha, beta)) · time_scale.")
+    beta_beta: float = Field(default=1.0, gt=0)
+    time_scale: float = Field(default=0.999, gt=0, le=1, description="Largest training time; 0 is noise, 1 the action.")
+    repeated_steps: int = Field(default=8, gt=0, le=64, description="Noises and times drawn a sample and step.")
+    embodiments: int = Field(default=1, gt=0, le=256, description="Sets of state and action layers, one a robot.")
+    embodiment: int = Field(default=0, ge=0, description="Which of them this tenant uses.")
+
+    @model_validator(mode="after")
+    def _embodiment_exists(self) -> Self:
+        if self.embodiment >= self.embodiments:
+            raise ValueError(
+                f"got embodiment {self.embodiment} with embodiments {self.embodiments}; "
+                f"possible: 0 … {self.embodiments - 1}; change one"
+            )
+        return self
+
+
+class PiSpec(_ModuleSpec):
+    """π-style head: an action expert goes on from the base's keys and values, layer by layer.
+
+    Defaults are those published (openpi: gemma_300m action expert, 10 Euler steps).
+    """
+
+    kind: Literal["pi"] = "pi"
+    version: Literal["pi0", "pi05"] = Field(
+        default="pi0",
+        description="pi0: state token, time by an MLP; pi05: time by adaptive norms, state in the prompt.",
+    )
+    hidden_width: int = Field(default=1024, gt=0, multiple_of=2, description="Width of the expert.")
+    mlp_width: int = Field(default=4096, gt=0, description="Width of the expert's MLPs.")
+    heads: int = Field(default=8, gt=0, description="Query heads; a multiple of the base's key/value heads.")
+    denoising_steps: int = Field(default=10, gt=0, le=64, description="Euler steps from noise to a chunk.")
+    beta_alpha: float = Field(default=1.5, gt=0, description="Training times: Beta(alpha, beta), scaled.")
+    beta_beta: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _state_where_the_version_has_it(self) -> Self:
+        where = "head" if self.version == "pi0" else "prompt"
+        if self.proprioception not in (where, "none"):
+            raise ValueError(
+                f"proprioception: got {self.proprioception!r}; possible: {where}, none for {self.version}; choose one"
+            )
+        return self
+
+
+MODULE_SPECS: dict[str, type[_ModuleSpec]] = {"oft": OftSpec, "gr00t": Gr00tSpec, "pi": PiSpec, "lora": LoraSpec}
+"""Specs by kind; the classes that are built from them are in `kernels.action_modules.MODULES`."""
+
+ActionModuleSpec = Annotated[OftSpec | Gr00tSpec | PiSpec | LoraSpec, Field(discriminator="kind"), ChoiceInForms]
 
 
 class TrainableSpec(Spec):

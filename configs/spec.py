@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
 
 from configs.errors import SpecError
 
@@ -17,6 +17,17 @@ class Spec(BaseModel):
     """A declaration: unknown keys are refused, values cannot be changed after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class ChoiceInForms:
+    """Prefect's form offers `anyOf` as a choice, but shows `oneOf`, which a discriminator makes, as bare JSON."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = dict(handler(core_schema))
+        schema["anyOf"] = schema.pop("oneOf")
+        schema.pop("discriminator")
+        return schema
 
 
 def checked_name(value: str) -> str:
@@ -53,7 +64,12 @@ def parse(cls: type[S], data: Any, *, where: str) -> S:
 
 
 def _fault(cls: type[BaseModel], error: Any) -> str:
-    field = ".".join(str(part) for part in error["loc"]) or cls.__name__
+    field = _path(cls, error["loc"]) or cls.__name__
+    if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        key = error["ctx"]["discriminator"].strip("'")
+        given = f"got {error['ctx']['tag']!r}" if error["type"] == "union_tag_invalid" else "missing"
+        tags = ", ".join(sorted(t for model in _models_at(cls, error["loc"]) for t in _tags(model)))
+        return f"{field}.{key}: {given}; possible: {tags}; choose one"
     if error["type"] == "extra_forbidden":
         known = ", ".join(sorted(_fields_at(cls, error["loc"][:-1])))
         return f"{field}: unknown key; possible: {known}; remove it or correct its spelling"
@@ -67,14 +83,36 @@ def _fault(cls: type[BaseModel], error: Any) -> str:
 
 def _fields_at(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
     """Names of the fields of the model that `loc` leads to (through optionals, unions and tuples)."""
+    return [name for model in _models_at(cls, loc) for name in model.model_fields]
+
+
+def _models_at(cls: type[BaseModel], loc: tuple[Any, ...]) -> list[type[BaseModel]]:
     models: list[type[BaseModel]] = [cls]
     for part in loc:
         found: list[type[BaseModel]] = []
         for model in models:
             if isinstance(part, str) and part in model.model_fields:
                 found += _models_in(model.model_fields[part].annotation)
-        models = found or models  # an int index or a union tag stays at the same models
-    return [name for model in models for name in model.model_fields]
+            elif part in _tags(model):
+                found.append(model)
+        models = found or models  # an int index stays at the same models
+    return models
+
+
+def _path(cls: type[BaseModel], loc: tuple[Any, ...]) -> str:
+    """`loc` as a person writes it: without the tags that pydantic puts where it has chosen one of a union."""
+    kept = [
+        part
+        for i, part in enumerate(loc)
+        if i == len(loc) - 1 or not any(part in _tags(model) for model in _models_at(cls, loc[:i]))
+    ]
+    return ".".join(str(part) for part in kept)
+
+
+def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
+    """The values of the literal that tells a model of a union apart."""
+    kind = model.model_fields.get("kind")
+    return get_args(kind.annotation) if kind is not None else ()
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

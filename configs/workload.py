@@ -67,6 +67,11 @@ class ResourcesSpec(Spec):
     """Processes this workload asks for."""
 
     environment_hosts: int = Field(default=1, gt=0, le=16, description="Simulator processes side by side.")
+    reuse_features: Literal["own", "shared", "never"] = Field(
+        default="own",
+        description="Keep what the frozen base computed of rollouts, and of demonstrations for later epochs: for this "
+        "tenant alone, or shared with all that say so.",
+    )
 
 
 class OutputsSpec(Spec):

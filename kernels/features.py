@@ -6,10 +6,14 @@ D base width. Rows of one batch may show different numbers of cameras; images li
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from configs.errors import Conflict, refusal
 
 
 @dataclass(frozen=True, eq=False)  # eq would compare tensors
@@ -18,7 +22,8 @@ class PrefixBatch:
 
     Attributes:
         input_ids: int64 [B, L], padded on the right, so that causal attention keeps padding out of every row.
-        position_ids: int64 [3, B, L], temporal, height and width positions of Qwen's rotary embedding.
+        position_ids: int64 [3, B, L], temporal, height and width positions of Qwen's rotary embedding; [1, B, L] in
+            families whose positions are one number.
         action_index: int64 [B, N], where in its row each action token stands.
         pixels: float32 [I, P, patch values], in row order and within a row in camera order.
         images_per_row: images of each row, B integers that sum to I.
@@ -34,6 +39,11 @@ class PrefixBatch:
     def rows(self) -> int:
         """B."""
         return int(self.input_ids.shape[0])
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [B, L], True at pictures and text: what stands before the action tokens."""
+        return torch.arange(self.length)[None] < self.action_index[:, :1]
 
     @property
     def length(self) -> int:
@@ -56,25 +66,102 @@ class PrefixBatch:
         )
 
 
+Part = Literal["action_tokens", "tokens", "cache"]
+"""What an action module may read of a base's forward; see `VLAFeature`."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixCache:
+    """Keys and values of the prefix in every layer, for modules that go on where the base ended.
+
+    Attributes:
+        keys, values: float32 [B, K, L, head width] a layer (K key/value heads), keys after rotation.
+        position: int64 [B], the rotary position that follows a row's prefix.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    position: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class VLAFeature:
     """What the base says about each row; the action modules read nothing else of it.
 
+    A part that no module of a batch reads is None. Where rows of several lengths meet, `mask` tells what of `tokens`
+    and `cache` is real; a module's result must not depend on the rest.
+
     Attributes:
-        action_tokens: float32 [B, N, D], hidden states at the action tokens, last layer after the final norm.
+        action_tokens: float32 [B, N, D], hidden states at the N action tokens, at the base's tap.
+        tokens: float32 [B, L, D], hidden states of the prefix (pictures and text), at the base's tap.
+        cache: keys and values of the same L positions.
+        mask: bool [B, L], True at the prefix's real tokens: neither padding nor the action tokens that follow it.
+            None where neither `tokens` nor `cache` is there.
     """
 
-    action_tokens: Tensor
+    action_tokens: Tensor | None = None
+    tokens: Tensor | None = None
+    cache: PrefixCache | None = None
+    mask: Tensor | None = None
 
     @property
     def rows(self) -> int:
         """B."""
-        return int(self.action_tokens.shape[0])
+        return len(self.tensors()[0])
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is there, [B, …] each."""
+        cached = () if self.cache is None else (*self.cache.keys, *self.cache.values, self.cache.position)
+        parts = (self.action_tokens, self.tokens, *cached, self.mask)
+        return [part for part in parts if part is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> VLAFeature:
+        """`function` of every tensor that is there."""
+        return _merged([self], lambda tensors: function(tensors[0]))
+
+    def only(self, parts: Collection[Part]) -> VLAFeature:
+        """These parts, the others left out.
+
+        Raises:
+            Conflict: if one of them is not there.
+        """
+        missing = [part for part in parts if getattr(self, part) is None]
+        if missing:
+            there = ", ".join(p for p in get_args(Part) if getattr(self, p) is not None) or "none"
+            raise Conflict(refusal("feature", ", ".join(missing), there, "encode with the parts that the module reads"))
+        kept = {part: getattr(self, part) for part in parts}
+        return VLAFeature(**kept, mask=self.mask if set(parts) - {"action_tokens"} else None)
 
     def __getitem__(self, rows: slice | Tensor) -> VLAFeature:
         """Some of the rows."""
-        return VLAFeature(self.action_tokens[rows])
+        return self.map(lambda tensor: tensor[rows])
 
     def finite_rows(self) -> Tensor:
         """bool [B], rows without NaN or infinity."""
-        return torch.isfinite(self.action_tokens).flatten(1).all(dim=1)
+        finite = [torch.isfinite(t).flatten(1).all(dim=1) for t in self.tensors() if t.is_floating_point()]
+        return torch.stack(finite).all(dim=0)
+
+
+def concatenated(features: Sequence[VLAFeature]) -> VLAFeature:
+    """Rows of several features of the same parts and lengths, one after another."""
+    return _merged(features, torch.cat)
+
+
+def _merged(features: Sequence[VLAFeature], merge: Callable[[list[Tensor]], Tensor]) -> VLAFeature:
+    first, caches = features[0], [f.cache for f in features if f.cache is not None]
+    parts: dict[str, Any] = {}
+    for name in ("action_tokens", "tokens", "mask"):
+        if getattr(first, name) is not None:
+            parts[name] = merge([getattr(f, name) for f in features])
+    if not caches:
+        return VLAFeature(**parts)
+    keys, values = (
+        tuple(merge(list(of_layer)) for of_layer in zip(*(getattr(c, kind) for c in caches), strict=True))
+        for kind in ("keys", "values")
+    )
+    return VLAFeature(**parts, cache=PrefixCache(keys, values, merge([c.position for c in caches])))

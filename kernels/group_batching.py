@@ -54,4 +54,4 @@ def split(feature: VLAFeature, slices: Sequence[slice]) -> list[VLAFeature]:
     edges = [0, *(s.stop for s in slices)]
     if [s.start for s in slices] != edges[:-1] or edges[-1] != feature.rows:
         raise Conflict(refusal("slices", slices, f"0 … {feature.rows} without gap or overlap", "pass those of group()"))
-    return [VLAFeature(feature.action_tokens[s].clone()) for s in slices]
+    return [feature[s].map(torch.clone) for s in slices]

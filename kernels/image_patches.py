@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from configs.errors import SpecError, TenantFault, refusal
+from configs.errors import SpecError, refusal
+from kernels.pictures import Pictures
 
 
-class ImagePatches:
+class ImagePatches(Pictures):
     """Patchifier of one base: fixed picture size, patch size and normalisation.
 
     Args:
@@ -44,27 +44,10 @@ class ImagePatches:
                     "change the base model's preset",
                 )
             )
-        self.height, self.width = height, width
+        super().__init__(height, width)
         self.grid = (height // self.patch, width // self.patch)
         self.tokens = (self.grid[0] // self.merge) * (self.grid[1] // self.merge)
         self._table = _value_table(processor)  # float32 [3, 256]
-
-    def canonical(self, images: np.ndarray, camera: str) -> np.ndarray:
-        """uint8 [B, h, w, 3] of any size to uint8 [B, height, width, 3].
-
-        Raises:
-            TenantFault: if the array is no batch of 8-bit RGB pictures.
-        """
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or 0 in images.shape[1:3]:
-            raise TenantFault(
-                refusal(f"images.{camera}", f"{images.dtype} {images.shape}", "uint8 [B, h, w, 3]", "send RGB pictures")
-            )
-        if images.shape[1:3] == (self.height, self.width):
-            return images
-        resized = [
-            np.asarray(Image.fromarray(i).resize((self.width, self.height), Image.Resampling.BICUBIC)) for i in images
-        ]
-        return np.stack(resized) if resized else np.zeros((0, self.height, self.width, 3), np.uint8)
 
     def patches(self, images: np.ndarray) -> Tensor:
         """Normalised patches in the vision tower's order (merge block by merge block).

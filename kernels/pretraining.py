@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.action_modules.base import initialise_linear
-from kernels.backbone import Backbone
-from kernels.features import VLAFeature
+from kernels.backbones import Backbone
 from kernels.normalisation import Normaliser
 
 
@@ -107,7 +106,7 @@ class GroundingTrainer:
         loss = torch.zeros(())
         for name, count in zip(names, counts, strict=True):
             rows = self._random.integers(len(self.tasks[name]), size=count)
-            predicted = self.heads[name](self._features(name, rows).action_tokens.flatten(1))
+            predicted = self.heads[name](_features(self.backbone, self.tasks[name], rows))
             # Near zero squared, beyond it absolute: a few occluded scenes do not rule the gradient.
             loss = loss + F.smooth_l1_loss(predicted, self._targets[name][rows], beta=0.1, reduction="sum")
         loss = loss / (self._batch_size * sum(head.out_features for head in self._linear_heads()) / len(names))
@@ -128,13 +127,9 @@ class GroundingTrainer:
         with torch.no_grad():
             for start in range(0, len(scenes), batch_size):
                 rows = np.arange(start, min(start + batch_size, len(scenes)))
-                feature = _features(self.backbone, scenes, rows)
-                parts.append(self.heads[name](feature.action_tokens.flatten(1)).numpy())
+                parts.append(self.heads[name](_features(self.backbone, scenes, rows)).numpy())
         read = self.normalisers[name].unnormalise(np.concatenate(parts))
         return position_errors(read, scenes.positions, scenes.things)
-
-    def _features(self, name: str, rows: np.ndarray) -> VLAFeature:
-        return _features(self.backbone, self.tasks[name], rows)
 
     def _linear_heads(self) -> list[nn.Linear]:
         return [head for head in self.heads.values() if isinstance(head, nn.Linear)]
@@ -157,8 +152,11 @@ def frozen_features(backbone: Backbone, scenes: Scenes, batch_size: int = 64) ->
     """float32 [M, N × D]: what the base as it is says of each scene."""
     with torch.no_grad():
         rows = [np.arange(i, min(i + batch_size, len(scenes))) for i in range(0, len(scenes), batch_size)]
-        return torch.cat([_features(backbone, scenes, r).action_tokens.flatten(1) for r in rows])
+        return torch.cat([_features(backbone, scenes, r) for r in rows])
 
 
-def _features(backbone: Backbone, scenes: Scenes, rows: np.ndarray) -> VLAFeature:
-    return backbone.features(backbone.prepare(scenes.observation(rows), list(scenes.images)))
+def _features(backbone: Backbone, scenes: Scenes, rows: np.ndarray) -> Tensor:
+    """float32 [rows, N × D], in the caller's gradient mode."""
+    feature = backbone.features(backbone.prepare(scenes.observation(rows), list(scenes.images)))
+    assert feature.action_tokens is not None
+    return feature.action_tokens.flatten(1)

@@ -18,7 +18,6 @@ from configs.model import BaseModelSpec
 
 VOCABULARY = 512
 PATCH = 8
-HEAD_WIDTH = 32
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -106,17 +105,16 @@ def image_processor() -> Qwen2VLImageProcessorPil:
 
 
 def config(spec: BaseModelSpec, words: PreTrainedTokenizerFast) -> Qwen3VLConfig:
-    """Two text layers and two vision layers of the spec's width.
+    """The spec's text layers and two vision layers of its width.
 
     Raises:
         SpecError: if the width is no multiple of a head's.
     """
     width = spec.hidden_width
-    if width % (2 * HEAD_WIDTH):
-        raise SpecError(
-            refusal("hidden_width", width, f"multiples of {2 * HEAD_WIDTH} for a small base", "change the preset")
-        )
-    heads = width // HEAD_WIDTH
+    if width % (spec.num_key_value_heads * spec.head_width):
+        possible = f"multiples of {spec.num_key_value_heads} key/value heads of {spec.head_width}"
+        raise SpecError(refusal("hidden_width", width, possible, "change the preset"))
+    heads = width // spec.head_width
     # The library's 0.02 is made for widths in the thousands; at 128 the base sat on a plateau twice as long.
     spread = round(width**-0.5, 4)
 
@@ -129,15 +127,15 @@ def config(spec: BaseModelSpec, words: PreTrainedTokenizerFast) -> Qwen3VLConfig
         text_config={
             "vocab_size": VOCABULARY,
             "hidden_size": width,
-            "intermediate_size": 2 * width,
-            "num_hidden_layers": 2,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads // 2,
-            "head_dim": HEAD_WIDTH,
+            "intermediate_size": spec.mlp_width,
+            "num_hidden_layers": spec.num_layers,
+            "num_attention_heads": spec.num_attention_heads,
+            "num_key_value_heads": spec.num_key_value_heads,
+            "head_dim": spec.head_width,
             "max_position_embeddings": 1024,
             "rope_parameters": {
                 "rope_type": "default",
-                "rope_theta": 10000.0,
+                "rope_theta": spec.rope_theta,
                 "mrope_section": [6, 5, 5],
                 "mrope_interleaved": True,
             },

@@ -17,10 +17,11 @@ from configs.algorithm import PpoSpec, SftSpec
 from configs.errors import TenantFault
 from kernels.action_modules import ActionModule
 from kernels.advantages import standardise
-from kernels.features import VLAFeature
-from kernels.losses import PpoCounts, ppo, ppo_counts, sft_l1, sft_valid_count
+from kernels.features import VLAFeature, concatenated
+from kernels.losses import PpoCounts, ppo, ppo_counts, sft_valid_count
 
-Encode = Callable[[slice], VLAFeature]
+Encode = Callable[[slice | Tensor], VLAFeature]
+"""Features of some of the samples, consecutive ones or by index; with gradient where the module adapts the base."""
 
 
 @dataclass(eq=False)
@@ -93,18 +94,19 @@ def sft_update(
     passes: int = 1,
     generator: torch.Generator | None = None,
 ) -> dict[str, float]:
-    """One optimizer step a microbatch, L1 on normalised chunks: consecutive ones first, then shuffled passes.
+    """One optimizer step a microbatch on the module's imitation loss: consecutive ones first, then shuffled passes.
 
     Args:
         module: trained in place.
         optimizer: of the module.
-        encode: features of a slice of the samples; called once a sample, whatever the passes.
+        encode: called once a sample, whatever the passes; for a module with an adapter, whose features change with
+            it, once a sample and pass.
         proprioception: normalised, float32 [n, S].
         action: normalised, float32 [n, H, A].
         is_pad: bool [n, H].
         microbatch_size: samples of one step.
         passes: over the samples; features of the first are kept for the others.
-        generator: shuffles the passes after the first; its state moves on.
+        generator: shuffles the passes after the first, and draws what the module's loss asks for; its state moves on.
 
     Returns:
         {"loss", "grad_norm"}, means over the steps.
@@ -115,28 +117,28 @@ def sft_update(
 
     def step(feature: VLAFeature, rows: slice | Tensor) -> None:
         count = sft_valid_count(is_pad[rows], action.shape[2])
-        predicted = module.mean(feature, proprioception[rows])
-        loss = sft_l1(predicted, action[rows], is_pad[rows], count)
+        loss = module.imitation_loss(feature, proprioception[rows], action[rows], is_pad[rows], count, generator)
         norms.append(optimizer.step(loss, parameters))
         losses.append(loss.item())
 
-    kept: list[Tensor] = []
+    kept: list[VLAFeature] = []
+    frozen = module.adapter is None
     for rows in _consecutive(len(action), microbatch_size):
         feature = encode(rows)
-        if passes > 1:
-            kept.append(feature.action_tokens)
+        if passes > 1 and frozen:
+            kept.append(feature)
         step(feature, rows)
     for _ in range(passes - 1):
-        features = VLAFeature(torch.cat(kept))
+        of_rows: Encode = concatenated(kept).__getitem__ if frozen else encode
         for index in torch.randperm(len(action), generator=generator).split(microbatch_size):
-            step(features[index], index)
+            step(of_rows(index), index)
     return {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
 
 
 def ppo_update(
     module: ActionModule,
     optimizer: Optimizer,
-    features: VLAFeature,
+    encode: Encode,
     algorithm: PpoSpec,
     generator: torch.Generator,
     *,
@@ -155,7 +157,8 @@ def ppo_update(
     Args:
         module: trained in place.
         optimizer: of the module.
-        features: of all n samples.
+        encode: called once for all n samples; for a module with an adapter, whose features change with it, once a
+            microbatch.
         algorithm: coefficients.
         generator: shuffles; its state moves on.
         proprioception: normalised, float32 [n, S].
@@ -171,6 +174,7 @@ def ppo_update(
     module.train()
     parameters = list(module.parameters())
     standardised = torch.from_numpy(standardise(advantage.numpy(), valid.numpy()))
+    of_rows: Encode = encode(slice(0, len(action))).__getitem__ if module.adapter is None else encode
     sums: dict[str, float] = {}
     steps = 0
     for _ in range(algorithm.epochs):
@@ -179,7 +183,7 @@ def ppo_update(
             counts: PpoCounts = ppo_counts(valid[index], algorithm.log_prob_granularity)
             if counts.rows == 0:
                 continue
-            scored = module.evaluate(features[index], proprioception[index], action[index])
+            scored = module.evaluate(of_rows(index), proprioception[index], action[index])
             loss = ppo(
                 log_prob=scored.log_prob,
                 old_log_prob=log_prob[index],

@@ -22,7 +22,7 @@ from configs.cluster import ClusterSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.errors import DataFault, SpecError, refusal
 from configs.home import Home
-from configs.model import BaseModelSpec
+from configs.model import MODULE_SPECS, BaseModelSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
 from services.environments import renderer
@@ -138,6 +138,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         _check_job_bytes(faults, workload, training, cluster)
         if training.environment is not None:
             _check_renderer(faults, "environment", training.environment, cluster)
+    _check_learning(faults, workload)
     if base is not None and training is not None:
         _check_cameras(faults, base, training)
     if evaluated_in is not None:
@@ -213,6 +214,13 @@ def _resident_base(faults: _Faults, workload: WorkloadSpec, cluster: ClusterSpec
         )
         return None
     return faults.kept(lambda: presets.base_model(workload.base_model))
+
+
+def _check_learning(faults: _Faults, workload: WorkloadSpec) -> None:
+    module = workload.action_module
+    if workload.task == "rl" and not module.learns_by_rl:
+        possible = ", ".join(sorted(kind for kind, cls in MODULE_SPECS.items() if cls.learns_by_rl))
+        faults.add("action_module.kind", module.kind, f"{possible} with task 'rl'", "choose one, or fine-tune it")
 
 
 def _check_widths(faults: _Faults, workload: WorkloadSpec, training: TrainingInterface) -> None:

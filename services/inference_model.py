@@ -207,9 +207,10 @@ class InferenceModelService:
         """
         policy = self._policies(tenant_id).find(policy_version)
         prediction = await self._bound(policy, None if seed is None else _generator(seed))(observations)
-        return {**vars(prediction), "policy_version": policy.version}
+        answer = {name: value for name, value in vars(prediction).items() if value is not None}
+        return {**answer, "policy_version": policy.version}
 
-    def _bound(self, policy: ServingPolicy, generator: Any) -> Policy:
+    def _bound(self, policy: ServingPolicy, generator: Any, *, keep_feature: bool = False) -> Policy:
         """`policy` as a function of observations; its requests go through the queue of its base."""
 
         async def answer(observation: Observation) -> Prediction:
@@ -222,7 +223,9 @@ class InferenceModelService:
                 prefix, proprioception = await self._run(self._prepare, policy.prepare, base.backbone, observation)
             key = prefix_key(policy.config.base_model, prefix.length)
             batcher = self._batcher(policy.config.base_model.name)
-            return await batcher.submit(key, prefix.rows, Request(policy, prefix, proprioception, generator))
+            return await batcher.submit(
+                key, prefix.rows, Request(policy, prefix, proprioception, generator, keep_feature)
+            )
 
         return answer
 
@@ -288,7 +291,9 @@ class InferenceModelService:
         policy = policies.pin(job["behavior_policy_version"])
         try:
             sampled = self._bound(
-                policy, _generator(seed_ranges.training_seed(seed, int(job["metadata"]["rollout"]), 0))
+                policy,
+                _generator(seed_ranges.training_seed(seed, int(job["metadata"]["rollout"]), 0)),
+                keep_feature=backend.features_travel,
             )
             return await self._loops.rollout(backend, job, policy.version, sampled, self._bound(policy, None))
         finally:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from configs.backend import PolicyConfig
 from configs.errors import TenantFault, refusal
-from kernels.backbone import Backbone
+from kernels.backbones import Backbone
 from kernels.features import PrefixBatch
 from kernels.normalisation import Normaliser, require_finite, state_text
 
@@ -52,5 +52,9 @@ class Interface:
             TenantFault: for a wrong camera, size or width, or a NaN in the tenant's observation.
         """
         normalised = self.proprioception(observation["proprioception"])
-        text = state_text(normalised) if self.config.action_module.proprioception == "prompt" else None
-        return backbone.prepare(dict(observation), self.cameras, text), torch.from_numpy(normalised)
+        prefix = backbone.prepare(dict(observation), self.cameras, self.state_texts(normalised))
+        return prefix, torch.from_numpy(normalised)
+
+    def state_texts(self, normalised: np.ndarray) -> list[str] | None:
+        """The texts that stand for proprioception in the prompt, where it enters there."""
+        return state_text(normalised) if self.config.action_module.proprioception == "prompt" else None

@@ -22,10 +22,12 @@ from configs.backend import BackendConfig, PolicyConfig
 from configs.errors import TenantFault, refusal
 from kernels import action_modules
 from kernels.advantages import ESTIMATORS
-from kernels.backbone import Backbone
-from kernels.features import VLAFeature
+from kernels.backbones import Backbone
+from kernels.features import VLAFeature, concatenated
 from kernels.updates import Optimizer, new_optimizer, ppo_update, sft_update
+from services.feature_store import SHARED, FeatureStore, KeptFeatures
 from services.interface import Interface
+from services.rollout import FEATURE
 from storage.checkpoints import CheckpointStore
 
 ENCODE_ROWS = 32
@@ -87,7 +89,13 @@ class PolicySlot:
         return other
 
     def trained(
-        self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any], *, single_step: bool = False
+        self,
+        backbone: Backbone,
+        backend: BackendConfig,
+        data: Mapping[str, Any],
+        *,
+        single_step: bool = False,
+        store: FeatureStore | None = None,
     ) -> tuple[PolicySlot, dict[str, Any]]:
         """A copy of the slot after training on a job's samples, and what happened.
 
@@ -96,6 +104,7 @@ class PolicySlot:
             backend: the workload.
             data: fields of the partition, and "instructions", one a row.
             single_step: take the samples as one microbatch and pass over them once.
+            store: demonstrations' features of earlier epochs; used where the workload lets them be kept.
 
         Returns:
             The copy and {"version", "optimizer_steps", "metrics", "seconds"}.
@@ -111,7 +120,11 @@ class PolicySlot:
             once = {"epochs": 1} if isinstance(algorithm, PpoSpec) else {"passes": 1}
             algorithm = algorithm.model_copy(update={"microbatch_size": len(data["action"]), **once})
         if isinstance(algorithm, SftSpec):
-            metrics = slot._sft(backbone, optimizer, algorithm, data)
+            reuse = backend.resources.reuse_features
+            scope = SHARED if reuse == "shared" else self.config.tenant
+            allowed = store is not None and reuse != "never" and not self.config.action_module.inside_base
+            kept = KeptFeatures(store, scope) if allowed and store is not None else None
+            metrics = slot._sft(backbone, optimizer, algorithm, data, kept)
         else:
             metrics = slot._ppo(backbone, optimizer, algorithm, data)
         if not all(torch.isfinite(p).all() for p in slot.module.parameters()):
@@ -143,7 +156,12 @@ class PolicySlot:
         return {"actor_log_prob": scored.log_prob.numpy(), "actor_value": scored.value.numpy()}
 
     def _sft(
-        self, backbone: Backbone, optimizer: Optimizer, spec: SftSpec, data: Mapping[str, Any]
+        self,
+        backbone: Backbone,
+        optimizer: Optimizer,
+        spec: SftSpec,
+        data: Mapping[str, Any],
+        kept: KeptFeatures | None,
     ) -> dict[str, float]:
         action = np.asarray(data["action"], np.float32)
         if not np.isfinite(action[~data["action_is_pad"]]).all():
@@ -153,7 +171,7 @@ class PolicySlot:
         return sft_update(
             self.module,
             optimizer,
-            lambda rows: self._features(backbone, data, rows),
+            lambda rows: self._features(backbone, data, rows, kept),
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
             action=torch.from_numpy(self._interface.action.normalise(action)),
             is_pad=torch.from_numpy(np.asarray(data["action_is_pad"], bool)),
@@ -170,8 +188,7 @@ class PolicySlot:
         return ppo_update(
             self.module,
             optimizer,
-            # The base is frozen: one forward a sample serves all epochs of the job.
-            self._features(backbone, data, slice(0, len(data["action"]))),
+            lambda rows: self._features(backbone, data, rows),
             spec,
             self.generator,
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
@@ -182,18 +199,37 @@ class PolicySlot:
             valid=torch.from_numpy(valid),
         )
 
-    def _features(self, backbone: Backbone, data: Mapping[str, Any], rows: slice) -> VLAFeature:
-        parts = []
-        for start in range(rows.start, rows.stop, ENCODE_ROWS):
-            some = slice(start, min(start + ENCODE_ROWS, rows.stop))
+    def _features(
+        self,
+        backbone: Backbone,
+        data: Mapping[str, Any],
+        rows: slice | Tensor,
+        kept: KeptFeatures | None = None,
+    ) -> VLAFeature:
+        """Of these rows: what came with the partition or was kept, else the base's forward; of a module with an adapter
+        in the caller's gradient mode, through the base."""
+        if FEATURE in data:
+            return VLAFeature(torch.from_numpy(np.asarray(data[FEATURE], np.float32)[rows]))
+        index, parts = np.arange(len(data["action"]))[rows], []
+        for start in range(0, len(index), ENCODE_ROWS):
+            some = index[start : start + ENCODE_ROWS]
             observation = {
                 "images": {n.removeprefix("image."): a[some] for n, a in data.items() if n.startswith("image.")},
                 "proprioception": data["proprioception"][some],
-                "instructions": data["instructions"][some],
+                "instructions": [data["instructions"][i] for i in some],
             }
-            prefix, _ = self._interface.prepare(backbone, observation)
-            parts.append(backbone.encode(prefix).action_tokens)
-        return VLAFeature(torch.cat(parts))
+            parts.append(
+                self._encode(backbone, observation)
+                if kept is None
+                else kept.features(backbone, self._interface, self.module.reads, observation, self._encode)
+            )
+        return concatenated(parts)
+
+    def _encode(self, backbone: Backbone, observation: Mapping[str, Any]) -> VLAFeature:
+        prefix, _ = self._interface.prepare(backbone, observation)
+        if (adapter := self.module.adapter) is None:
+            return backbone.encode(prefix, self.module.reads)
+        return backbone.features(prefix, self.module.reads, [(slice(0, prefix.rows), adapter)])
 
     # checkpoints
 
@@ -242,7 +278,7 @@ class PolicySlot:
 
 def training_fields(backend: BackendConfig) -> list[str]:
     """Fields of a partition that the workload's update reads."""
-    images = [f"image.{camera.name}" for camera in backend.policy.cameras]
+    images = _seen(backend)
     if isinstance(backend.algorithm, SftSpec):
         return [*images, "proprioception", "action", "action_is_pad"]
     log_prob = "actor_log_prob" if backend.algorithm.actor_forward else "log_prob"
@@ -251,7 +287,12 @@ def training_fields(backend: BackendConfig) -> list[str]:
 
 def forward_fields(backend: BackendConfig) -> list[str]:
     """Fields that the actor forward reads."""
-    return [f"image.{camera.name}" for camera in backend.policy.cameras] + ["proprioception", "action"]
+    return [*_seen(backend), "proprioception", "action"]
+
+
+def _seen(backend: BackendConfig) -> list[str]:
+    """Fields that tell what was seen: pictures, or what the base computed of them."""
+    return [FEATURE] if backend.features_travel else [f"image.{camera.name}" for camera in backend.policy.cameras]
 
 
 def advantage_fields(backend: BackendConfig) -> list[str]:

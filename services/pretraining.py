@@ -6,27 +6,23 @@ Blocking; a flow calls `pretrain` in a thread. torch is imported inside, since f
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import secrets
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import presets, seeds
-from configs.errors import Conflict, refusal
+from services import checkpoint_folder
 from services.environment_service import EnvironmentService
 from services.environments import renderer
 from services.grounding_scenes import FRAMES_AN_EPISODE, THINGS, render_scenes
 
 if TYPE_CHECKING:
-    from kernels.backbone import Backbone
     from kernels.pretraining import Scenes
 
 logger = logging.getLogger(__name__)
 
+REPORT = "pretraining.json"
 ENVIRONMENTS = ("pushcube", "pickcube", "reach")
 NUM_ENVS = 4
 HELD_OUT = 0.1
@@ -69,7 +65,7 @@ def pretrain(
     Raises:
         Conflict: if `out_folder` holds something else.
     """
-    _check_folder(out_folder)
+    checkpoint_folder.check(out_folder, REPORT, "pretraining")
     used = [name for name in environments if presets.environment(name).kind != "maniskill" or not renderer.check()]
     rendered = asyncio.run(_render(_counts(used, scenes), progress))
     train, held_out = {}, {}
@@ -92,7 +88,7 @@ def train_base(
     import torch
 
     from kernels import tiny_qwen3_vl
-    from kernels.backbone import Backbone
+    from kernels.backbones import Qwen3VlBackbone
     from kernels.pretraining import GroundingTrainer
 
     spec = presets.base_model(base_model)
@@ -100,7 +96,7 @@ def train_base(
     model = tiny_qwen3_vl.random_model(spec, tokenizer, seed)
     # Padding is seen by nothing, so training may leave it out.
     unpadded = spec.model_copy(update={"length_bucket": 1})
-    backbone = Backbone(unpadded, model.model, tokenizer, tiny_qwen3_vl.image_processor())
+    backbone = Qwen3VlBackbone(unpadded, model.model, tokenizer, tiny_qwen3_vl.image_processor())
     trainer = GroundingTrainer(backbone, train, seed=seed, steps=steps)
     losses = []
     for step in range(steps):
@@ -123,7 +119,7 @@ def train_base(
         "loss": sum(losses[-50:]) / len(losses[-50:]),
         "held_out_error": {name: trainer.errors(name, s) for name, s in held_out.items()},
     }
-    _save(out_folder, backbone, model, report)
+    checkpoint_folder.save(out_folder, (model, backbone.tokenizer, backbone.processor), REPORT, report)
     return report
 
 
@@ -171,31 +167,3 @@ def _split(rendered: dict[str, Any]) -> tuple[Scenes, Scenes]:
         return Scenes(images, rendered["instruction"], rendered["positions"][rows], THINGS)
 
     return part(slice(0, kept)), part(slice(kept, None))
-
-
-def _check_folder(folder: Path) -> None:
-    if folder.exists() and not (folder / "pretraining.json").exists() and any(folder.iterdir()):
-        raise Conflict(
-            refusal("out_folder", str(folder), "a new folder or an earlier pretraining", "choose another or remove it")
-        )
-
-
-def _save(folder: Path, backbone: Backbone, model: Any, report: dict[str, Any]) -> None:
-    """Write beside the target, then swap, so that whoever loads it finds an old or a new one and nothing half."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    mark = secrets.token_hex(4)
-    written, former = folder.with_name(f".{folder.name}.{mark}"), folder.with_name(f".{folder.name}.{mark}.former")
-    try:
-        written.mkdir()
-        model.save_pretrained(written)
-        backbone.tokenizer.save_pretrained(written)
-        backbone.processor.save_pretrained(written)
-        (written / "pretraining.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        for file in written.iterdir():
-            os.chmod(file, 0o644)  # the weights' writer makes them private to one user
-        if folder.exists():
-            folder.rename(former)
-        written.rename(folder)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
-        shutil.rmtree(former, ignore_errors=True)

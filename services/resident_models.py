@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from configs.home import PROJECT_ROOT
 from configs.model import BaseModelSpec
-from kernels.backbone import Backbone
+from kernels import backbones
+from kernels.backbones import Backbone
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +25,8 @@ def load_base_models(specs: Sequence[BaseModelSpec]) -> dict[str, ResidentBase]:
     """Load each base once; {name: resident base}."""
     bases = {}
     for spec in specs:
-        backbone = Backbone.from_pretrained(spec, PROJECT_ROOT)
-        num_bytes = sum(t.numel() * t.element_size() for t in backbone.model.state_dict().values())
-        bases[spec.name] = ResidentBase(spec, backbone, num_bytes)
+        backbone = backbones.load(spec, PROJECT_ROOT)
+        bases[spec.name] = ResidentBase(spec, backbone, backbone.num_bytes)
     # What is loaded by now stays for good: the garbage collector need not walk through it in the middle of a forward.
     gc.collect()
     gc.freeze()

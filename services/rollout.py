@@ -15,6 +15,9 @@ import numpy as np
 
 from configs.errors import EnvironmentFault
 
+FEATURE = "feature.action_tokens"
+"""Partition field float32 [n, N, D] that stands in the pictures' place; see `BackendConfig.features_travel`."""
+
 Observation = dict[str, Any]
 Progress = Callable[[int, int], None]
 
@@ -34,14 +37,16 @@ class Prediction:
     Attributes:
         action: float32 [B, H, A], in the policy's normalised space, as sampled (before any clipping).
         environment_action: float32 [B, H, A], in the environment's units.
-        log_prob: float32 [B, H].
-        value: float32 [B].
+        log_prob: float32 [B, H]; None from an action module that does not learn by RL.
+        value: float32 [B]; None likewise.
+        feature: float32 [B, N, D], the base's action tokens, where they were asked for.
     """
 
     action: np.ndarray
     environment_action: np.ndarray
-    log_prob: np.ndarray
-    value: np.ndarray
+    log_prob: np.ndarray | None
+    value: np.ndarray | None
+    feature: np.ndarray | None = None
 
 
 Policy = Callable[[Observation], Awaitable[Prediction]]
@@ -163,8 +168,11 @@ class _Collector:
 
     def keep_decision(self, observation: Observation, prediction: Prediction) -> None:
         """What was seen and what was answered."""
-        for name, image in observation["images"].items():
-            self._keep(f"image.{name}", image)
+        if prediction.feature is not None:  # all that an update reads of the pictures
+            self._keep(FEATURE, prediction.feature)
+        else:
+            for name, image in observation["images"].items():
+                self._keep(f"image.{name}", image)
         self._keep("proprioception", observation["proprioception"])
         for name in ("action", "log_prob", "value"):
             self._keep(name, getattr(prediction, name))
@@ -279,10 +287,11 @@ async def _values(values: Policy, observations: Sequence[Observation], at_a_time
     """V of all rows, float32, in order."""
     everything = concatenated(observations)
     rows = len(everything["instructions"])
-    parts = [
-        (await values(rows_of(everything, range(start, min(start + at_a_time, rows))))).value
-        for start in range(0, rows, at_a_time)
-    ]
+    parts = []
+    for start in range(0, rows, at_a_time):
+        answered = await values(rows_of(everything, range(start, min(start + at_a_time, rows))))
+        assert answered.value is not None  # only what learns by RL is admitted to rollouts
+        parts.append(answered.value)
     return np.concatenate(parts)
 
 

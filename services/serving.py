@@ -17,7 +17,7 @@ from torch import Tensor
 from configs.backend import PolicyConfig
 from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules, group_batching
-from kernels.backbone import Backbone
+from kernels.backbones import Backbone
 from kernels.features import PrefixBatch, VLAFeature
 from services.interface import Interface
 from services.rollout import Prediction
@@ -60,21 +60,26 @@ class Request:
     Attributes:
         policy: the serving policy, fixed when the request was accepted; a later load changes nothing here.
         generator: draws the action noise of this request's session; None takes the mean.
+        keep_feature: answer with the base's action tokens too.
     """
 
     policy: ServingPolicy
     prefix: PrefixBatch
     proprioception: Tensor
     generator: torch.Generator | None
+    keep_feature: bool = False
 
 
 def forward(backbone: Backbone, requests: Sequence[Request]) -> list[Prediction | JoyNexusError]:
-    """One base forward for all requests, then each tenant's action module on its own rows.
+    """One base forward for all requests, with the adapters of those that have one, then each tenant's action module.
 
     A tenant's fault is its own result; the others' bits are those of a forward without it.
     """
     grouped, slices = group_batching.group([r.prefix for r in requests])
-    features = group_batching.split(backbone.encode(grouped), slices)
+    parts = frozenset(part for request in requests for part in request.policy.module.reads)
+    modules = [request.policy.module for request in requests]
+    adapters = [(s, m.adapter) for s, m in zip(slices, modules, strict=True) if m.adapter is not None]
+    features = group_batching.split(backbone.encode(grouped, parts, adapters), slices)
     results: list[Prediction | JoyNexusError] = []
     for request, feature in zip(requests, features, strict=True):
         try:
@@ -88,18 +93,20 @@ def forward(backbone: Backbone, requests: Sequence[Request]) -> list[Prediction 
 
 def _decode(request: Request, feature: VLAFeature) -> Prediction:
     policy = request.policy
-    decision = policy.module.act(feature, request.proprioception, request.generator)
-    if not (torch.isfinite(decision.action).all() and torch.isfinite(decision.value).all()):
+    decision = policy.module.act(feature.only(policy.module.reads), request.proprioception, request.generator)
+    finite = torch.isfinite(decision.action).all()
+    if not (finite and (decision.value is None or torch.isfinite(decision.value).all())):
         raise TenantFault(
             f"prediction: tenant {policy.config.tenant!r} at version {policy.version} gave NaN or infinity; possible: "
             "finite actions; restore an earlier version or lower the learning rate"
         )
-    action = decision.action.numpy()
+    action, kept = decision.action.numpy(), feature.action_tokens if request.keep_feature else None
     return Prediction(
         action=action,
         environment_action=policy.interface.action.unnormalise(action),
-        log_prob=decision.log_prob.numpy(),
-        value=decision.value.numpy(),
+        log_prob=None if decision.log_prob is None else decision.log_prob.numpy(),
+        value=None if decision.value is None else decision.value.numpy(),
+        feature=None if kept is None else kept.cpu().numpy(),
     )
 
 

@@ -43,15 +43,21 @@ class TrainingModelService:
         home: folder of the installation.
         base_models: `BaseModelSpec`s as JSON, to keep resident.
         max_slots: tenants at one time.
+        max_feature_bytes: what the base computed of a tenant's demonstrations and is kept, at most.
     """
 
-    def __init__(self, home: str, base_models: list[dict[str, Any]], max_slots: int) -> None:
+    def __init__(
+        self, home: str, base_models: list[dict[str, Any]], max_slots: int, max_feature_bytes: int = 0
+    ) -> None:
+        from services.feature_store import FeatureStore
         from services.resident_models import load_base_models
         from storage.partitions import PartitionStore
 
         self._home = Home(Path(home))
         self._bases = load_base_models([BaseModelSpec.model_validate(spec) for spec in base_models])
         self._max_slots = max_slots
+        self._kept = FeatureStore(max_feature_bytes)
+        self._keeps = max_feature_bytes > 0
         self._slots: dict[str, PolicySlot] = {}
         self._configs: dict[str, BackendConfig] = {}  # {policy_key: configuration}
         self._folders: dict[str, Path] = {}  # {policy_key: output folder of the workload}
@@ -74,6 +80,7 @@ class TrainingModelService:
             "base_models": {name: base.num_bytes for name, base in self._bases.items()},
             "slots": {t: {"version": s.version, "bytes": s.num_bytes} for t, s in self._slots.items()},
             "max_slots": self._max_slots,
+            "feature_bytes": self._kept.num_bytes(),
             "busy_seconds": self._busy.seconds(),
         }
 
@@ -121,6 +128,7 @@ class TrainingModelService:
         """Forget the tenant's runtime state; its output folder stays. Closing twice is harmless."""
         async with self._lock(tenant_id):
             self._slots.pop(tenant_id, None)
+            self._kept.clear(tenant_id)
             for key in [k for k, c in self._configs.items() if c.policy.tenant == tenant_id]:
                 del self._configs[key], self._folders[key]
 
@@ -297,7 +305,7 @@ class TrainingModelService:
         self, slot: PolicySlot, backend: BackendConfig, data: dict[str, np.ndarray]
     ) -> tuple[PolicySlot, dict[str, Any]]:
         with self._busy.record("train", {backend.policy.tenant: 1}):
-            return slot.trained(self._bases[backend.policy.base_model.name].backbone, backend, data)
+            return slot.trained(self._bases[backend.policy.base_model.name].backbone, backend, data, store=self._kept)
 
     def _train_once(
         self, slot: PolicySlot, backend: BackendConfig, batch: dict[str, np.ndarray]

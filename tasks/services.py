@@ -60,7 +60,12 @@ def declarations(platform: Platform) -> dict[str, tuple[str, dict[str, Any]]]:
         ),
         lookup.TRAINING: (
             "training",
-            {"home": home, "base_models": bases, "max_slots": cluster.max_slots},
+            {
+                "home": home,
+                "base_models": bases,
+                "max_slots": cluster.max_slots,
+                "max_feature_bytes": cluster.max_feature_bytes,
+            },
         ),
         lookup.MIRROR: ("control", {"prefect_api_url": platform.addresses.prefect_api_url}),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from configs.errors import SpecError, refusal
 from configs.model import ActionModuleSpec, BaseModelSpec
@@ -13,21 +14,30 @@ from kernels.action_modules.base import (
     export_parameters,
     load_parameters,
 )
+from kernels.action_modules.gr00t import Gr00tModule
+from kernels.action_modules.lora import LoraModule
 from kernels.action_modules.oft import OftModule
+from kernels.action_modules.pi import PiModule
 
 __all__ = [
     "MODULES",
     "ActionModule",
     "Decision",
     "Evaluation",
+    "Gr00tModule",
+    "LoraModule",
     "OftModule",
+    "PiModule",
     "build",
     "export_parameters",
     "load_parameters",
 ]
 
-MODULES: dict[str, Callable[[ActionModuleSpec, BaseModelSpec, int], ActionModule]] = {
+MODULES: dict[str, Callable[[Any, BaseModelSpec, int], ActionModule]] = {  # each takes the spec of its kind
+    "gr00t": Gr00tModule.build,
     "oft": OftModule.build,
+    "pi": PiModule.build,
+    "lora": LoraModule.build,
 }
 
 

@@ -6,13 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from configs.errors import Conflict, refusal
-from kernels.features import VLAFeature
+from configs.errors import Conflict, SpecError, TenantFault, refusal
+from kernels.features import Part, VLAFeature
+from kernels.lora import LoraWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +23,13 @@ class Decision:
 
     Attributes:
         action: float32 [B, H, A].
-        log_prob: float32 [B, H], summed over A.
-        value: float32 [B].
+        log_prob: float32 [B, H], summed over A; None from a module that does not learn by RL.
+        value: float32 [B]; None likewise.
     """
 
     action: Tensor
-    log_prob: Tensor
-    value: Tensor
+    log_prob: Tensor | None = None
+    value: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,21 @@ class ActionModule(nn.Module, ABC):
     A module lives on its base's device, where the features are. Features and proprioception may come from any device;
     actions, generators (so noise is the same everywhere) and all results are on the CPU, where losses and partitions
     are. Gradients find their way back. Where everything is on the CPU nothing is copied.
+
+    Attributes:
+        adapter: what the module changes inside the base, a part of its parameters; whoever encodes for it passes this
+            to the base. Features of a module with an adapter are those of its present parameters: they are computed
+            with gradient where it trains, and not kept across optimizer steps. None: the frozen base's features.
     """
+
+    reads: ClassVar[frozenset[Part]]
+    """Parts of the base's features that it decodes from; the forward computes them for it."""
+    learns_by_rl: ClassVar[bool]
+    """Whether `act` gives log-probabilities and values and `evaluate` scores actions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter: LoraWeights | None = None
 
     @property
     def device(self) -> torch.device:
@@ -62,21 +78,65 @@ class ActionModule(nn.Module, ABC):
         return next(self.parameters()).device
 
     @abstractmethod
-    def mean(self, feature: VLAFeature, proprioception: Tensor | None) -> Tensor:
-        """The chunk without noise, float32 [B, H, A]; what supervised training regresses and evaluation executes.
+    def imitation_loss(
+        self,
+        feature: VLAFeature,
+        proprioception: Tensor | None,
+        action: Tensor,
+        is_pad: Tensor,
+        valid_count: float,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        """What supervised training descends on: a sum over valid scalars divided by `valid_count`, with gradient.
 
         Args:
             feature: of the frozen base.
             proprioception: normalised, float32 [B, S]; read only where the module declares that it enters the head.
+            action: demonstrated chunks, normalised, float32 [B, H, A].
+            is_pad: bool [B, H], True past the episode's end; such actions carry no loss, and may hold anything.
+            valid_count: scalars that count in the whole optimizer step, see `kernels.losses.sft_valid_count`.
+            generator: draws noise and times, for modules that train on them; its state moves on.
         """
 
     @abstractmethod
     def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
-        """Sample a chunk a row, without gradients; `generator` None takes the mean."""
+        """A chunk a row, without gradients, sampled by `generator`.
 
-    @abstractmethod
+        None asks for the same chunk each time, and for a row the same in any company: the mean of a Gaussian, the
+        result of one fixed noise of a flow.
+        """
+
     def evaluate(self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor) -> Evaluation:
-        """Score `action` [B, H, A] (normalised space), with gradients."""
+        """Score `action` [B, H, A] (normalised space), with gradients.
+
+        Raises:
+            SpecError: of a module that does not learn by RL.
+        """
+        raise SpecError(f"action_module: {type(self).__name__} scores no actions; possible: supervised fine-tuning")
+
+
+# A float32 Linear picks its kernel by the number of rows: 1 to 3, and odd remainders, differ in the last bits from
+# the same rows in company. At multiples of 16 all row counts gave the same bits.
+ROW_BLOCK = 16
+
+
+def padded_rows(tensor: Tensor) -> Tensor:
+    """`tensor` [B, …] with zero rows up to a multiple of `ROW_BLOCK`, so that a row's bits do not depend on B."""
+    padding = -len(tensor) % ROW_BLOCK
+    return torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])]) if padding else tensor
+
+
+def checked_proprioception(proprioception: Tensor | None, rows: int, state_width: int) -> Tensor:
+    """Proprioception of a module that reads it.
+
+    Raises:
+        TenantFault: if it is missing or has another shape.
+    """
+    expected = (rows, state_width)
+    if proprioception is None or tuple(proprioception.shape) != expected:
+        given = None if proprioception is None else tuple(proprioception.shape)
+        raise TenantFault(refusal("proprioception", given, f"shape {expected}", "send the declared state"))
+    return proprioception
 
 
 def export_parameters(module: nn.Module) -> dict[str, np.ndarray]:

@@ -12,14 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.errors import TenantFault, refusal
-from configs.model import BaseModelSpec, OftSpec
-from kernels.action_modules.base import ActionModule, Decision, Evaluation, initialise_linear
+from configs.model import BaseModelSpec, LoraSpec, OftSpec
+from kernels.action_modules.base import (
+    ActionModule,
+    Decision,
+    Evaluation,
+    checked_proprioception,
+    initialise_linear,
+    padded_rows,
+)
 from kernels.features import VLAFeature
-
-# A float32 Linear picks its kernel by the number of rows: 1 to 3, and odd remainders, differ in the last bits from
-# the same rows in company. At multiples of 16 all row counts gave the same bits.
-ROW_BLOCK = 16
+from kernels.losses import sft_l1
 
 
 class ResidualBlock(nn.Module):
@@ -69,10 +72,12 @@ class OftModule(ActionModule):
         spec: widths and where proprioception enters.
         base_hidden_width: D.
         num_action_tokens: N.
-        seed: of the initial parameters.
+        generator: draws the initial parameters.
     """
 
-    def __init__(self, spec: OftSpec, base_hidden_width: int, num_action_tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self, spec: OftSpec | LoraSpec, base_hidden_width: int, num_action_tokens: int, generator: torch.Generator
+    ) -> None:
         super().__init__()
         self.spec = spec
         features = base_hidden_width * num_action_tokens
@@ -84,28 +89,41 @@ class OftModule(ActionModule):
             self.value = ResidualMlp(inputs, spec.hidden_width, spec.residual_blocks, 1)
             self.log_std = nn.Parameter(torch.empty(spec.action_width))
         self.to_empty(device="cpu")
-        generator = torch.Generator().manual_seed(seed)
         nn.init.ones_(self.norm.weight)
         nn.init.zeros_(self.norm.bias)
         self.policy.initialise(generator, spec.final_layer_scale)
         self.value.initialise(generator, 1.0)
         nn.init.constant_(self.log_std, spec.initial_log_std)
 
+    reads = frozenset({"action_tokens"})
+    learns_by_rl = True
+
     @classmethod
     def build(cls, spec: OftSpec, base: BaseModelSpec, seed: int) -> OftModule:
         """The registry's signature."""
-        return cls(spec, base.hidden_width, base.num_action_tokens, seed)
+        return cls(spec, base.hidden_width, base.num_action_tokens, torch.Generator().manual_seed(seed))
 
     def mean(self, feature: VLAFeature, proprioception: Tensor | None) -> Tensor:
-        """See `ActionModule`."""
+        """The Gaussian's mean, float32 [B, H, A], on the CPU."""
         return self._chunk(self.policy(self._inputs(feature, proprioception))).cpu()
+
+    def imitation_loss(
+        self,
+        feature: VLAFeature,
+        proprioception: Tensor | None,
+        action: Tensor,
+        is_pad: Tensor,
+        valid_count: float,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        """See `ActionModule`: L1 between the mean and the demonstration."""
+        del generator  # nothing is drawn
+        return sft_l1(self.mean(feature, proprioception), action, is_pad, valid_count)
 
     def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
         """See `ActionModule`. Rows are padded to blocks, so that their bits do not depend on their number."""
         with torch.no_grad():
-            inputs, rows = self._inputs(feature, proprioception), feature.rows
-            if padding := -rows % ROW_BLOCK:
-                inputs = torch.cat([inputs, inputs.new_zeros(padding, inputs.shape[1])])
+            inputs, rows = padded_rows(self._inputs(feature, proprioception)), feature.rows
             mean, value = (x[:rows] for x in self._mean_and_value(inputs))
             if generator is None:
                 action = mean
@@ -126,14 +144,12 @@ class OftModule(ActionModule):
         return self._chunk(self.policy(inputs)).cpu(), self.value(inputs).cpu()[:, 0]
 
     def _inputs(self, feature: VLAFeature, proprioception: Tensor | None) -> Tensor:
+        assert feature.action_tokens is not None
         x = self.norm(feature.action_tokens.to(self.device).flatten(1))
         if self.spec.proprioception != "head":
             return x
-        expected = (feature.rows, self.spec.state_width)
-        if proprioception is None or tuple(proprioception.shape) != expected:
-            given = None if proprioception is None else tuple(proprioception.shape)
-            raise TenantFault(refusal("proprioception", given, f"shape {expected}", "send the declared state"))
-        return torch.cat([x, proprioception.to(x.device, x.dtype)], dim=1)
+        state = checked_proprioception(proprioception, feature.rows, self.spec.state_width)
+        return torch.cat([x, state.to(x.device, x.dtype)], dim=1)
 
     def _chunk(self, flat: Tensor) -> Tensor:
         return flat.unflatten(1, (self.spec.horizon, self.spec.action_width))

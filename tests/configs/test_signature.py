@@ -48,11 +48,17 @@ def test_the_signature_is_this_one_on_every_machine_and_python() -> None:
         source="models/base",
         dtype="float32",
         hidden_width=128,
+        num_layers=2,
+        num_key_value_heads=2,
+        num_attention_heads=4,
+        head_width=32,
+        mlp_width=256,
+        rope_theta=10000.0,
         num_action_tokens=4,
         image_height=64,
         image_width=64,
     )
-    assert signature(base=base) == "0fc0fa970f79ed2170c66c9f89a9230e25459cbba0e1df760acd944be2b5bf72"
+    assert signature(base=base) == "648a1fe82943cdee97599d2920d0a9449050804e680f0faa0c9417e9b68b9ac0"
 
 
 def test_cameras_are_bound_by_name_not_by_order() -> None:

@@ -42,7 +42,12 @@ def test_every_preset_loads_under_its_own_name(kind: str) -> None:
         ({"task": "sft"}, "algorithm.kind: got 'ppo' for task 'sft'; possible: 'sft'; change one"),
         ({"environment": None}, "environment: task 'rl' needs environment and takes no data"),
         ({"algorithm": {"kind": "ppo", "gama": 1.0}}, "gama: unknown key; possible: "),
-        ({"action_module": {"horizon": 0}}, "action_module.horizon: got 0; "),
+        ({"action_module": {"kind": "oft", "horizon": 0}}, "action_module.horizon: got 0; "),
+        ({"action_module": {"horizon": 1}}, "action_module.kind: missing; possible: gr00t, lora, oft, pi; choose one"),
+        (
+            {"action_module": {"kind": "act"}},
+            "action_module.kind: got 'act'; possible: gr00t, lora, oft, pi; choose one",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

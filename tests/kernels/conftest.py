@@ -1,4 +1,4 @@
-"""One random base for all kernel tests: weights mean nothing here, bits do."""
+"""One random base of each family for all kernel tests: weights mean nothing here, bits do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import numpy as np
 import pytest
 
 from configs import presets
-from kernels.backbone import Backbone
+from kernels.backbones import FAMILIES, Backbone, Qwen3VlBackbone
+
+TINY = {"paligemma": "tiny-paligemma", "qwen3-vl": "tiny-qwen3-vl"}
+"""The small preset of each family."""
 
 
 @pytest.fixture(scope="session")
 def backbone() -> Backbone:
-    return Backbone.random(presets.base_model("tiny-qwen3-vl"), seed=0)
+    return Qwen3VlBackbone.random(presets.base_model("tiny-qwen3-vl"), seed=0)
+
+
+@pytest.fixture(scope="session", params=sorted(TINY))
+def base(request: pytest.FixtureRequest) -> Backbone:
+    """The small base of each family in turn."""
+    return FAMILIES[request.param].random(presets.base_model(TINY[request.param]), seed=0)
 
 
 def pictures(rows: int, seed: int, size: int = 64) -> np.ndarray:

@@ -10,7 +10,7 @@ from configs import presets
 from configs.errors import Conflict
 from configs.model import OftSpec
 from kernels import action_modules
-from kernels.backbone import Backbone
+from kernels.backbones import Backbone
 from kernels.features import VLAFeature
 from kernels.group_batching import group, split
 from tests.kernels.conftest import observation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from configs import presets
-from kernels.backbone import Backbone
+from kernels.backbones import Qwen3VlBackbone
 from kernels.pretraining import GroundingTrainer, Scenes, frozen_features, position_errors
 
 
@@ -21,7 +21,7 @@ def squares(count: int, seed: int) -> Scenes:
 
 
 def train(steps: int) -> tuple[GroundingTrainer, list[float]]:
-    base = Backbone.random(presets.base_model("tiny-qwen3-vl").model_copy(update={"hidden_width": 64}), seed=0)
+    base = Qwen3VlBackbone.random(presets.base_model("tiny-qwen3-vl").model_copy(update={"hidden_width": 64}), seed=0)
     trainer = GroundingTrainer(
         base, {"squares": squares(64, 0)}, seed=0, steps=steps, batch_size=16, learning_rate=2e-3
     )

@@ -107,7 +107,7 @@ def _ppo(valid: torch.Tensor) -> tuple[int, dict[str, float]]:
     metrics = ppo_update(
         trained,
         optimizer,
-        VLAFeature(given["features"]),
+        VLAFeature(given["features"]).__getitem__,
         spec,
         torch.Generator().manual_seed(0),
         proprioception=given["proprioception"],

@@ -226,3 +226,9 @@ def test_several_workloads_are_admitted_all_or_none_with_the_faults_of_all(tmp_p
     assert message.startswith("tenant.name: got 'good'; possible: each tenant once in a run; rename one of the tenants")
     assert "reach: environment: got 'moon'" in message
     assert "demos: data.dataset: got 'pushcube-demonstrations'" in message
+
+
+def test_a_module_that_does_not_learn_by_rl_is_refused_there(tmp_path: Path) -> None:
+    flow = {"kind": "gr00t", "horizon": 1, "action_width": 2, "state_width": 2, "proprioception": "head"}
+    (fault,) = refused(workload(action_module=flow), tmp_path)
+    assert fault == ("action_module.kind: got 'gr00t'; possible: lora, oft with task 'rl'; choose one, or fine-tune it")

@@ -62,10 +62,10 @@ def test_a_pretrained_base_is_a_checkpoint_that_repeats_itself(tmp_path: Path) -
     assert run() == report  # an earlier one of ours is replaced
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == weights
     assert [p.name for p in tmp_path.iterdir()] == ["base"]
-    from kernels.backbone import Backbone
+    from kernels import backbones
 
     spec = presets.base_model("tiny-qwen3-vl").model_copy(update={"source": "base"})
-    assert Backbone.from_pretrained(spec, tmp_path).spec.hidden_width == 128
+    assert backbones.load(spec, tmp_path).spec.hidden_width == 128
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -85,10 +85,10 @@ def test_the_base_in_the_repository_grounds_unseen_scenes() -> None:
 
 def test_that_report_is_true_for_scenes_rendered_now() -> None:
     """Frozen features of Reach scenes from seeds never rendered before: a linear read-out finds the target."""
-    from kernels.backbone import Backbone
+    from kernels import backbones
     from kernels.pretraining import Scenes, frozen_features, position_errors
 
-    base = Backbone.from_pretrained(presets.base_model("tiny-qwen3-vl"), PROJECT_ROOT)
+    base = backbones.load(presets.base_model("tiny-qwen3-vl"), PROJECT_ROOT)
     rendered = scenes(800, seeds.PRETRAINING.start + 5_000_000)
     whole = Scenes(rendered["images"], rendered["instruction"], rendered["positions"], ("object", "goal", "gripper"))
     features = frozen_features(base, whole).numpy().astype(np.float64)

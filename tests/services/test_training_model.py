@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from configs.errors import Conflict, DataFault, TenantFault, UnknownObject
+from configs.home import PROJECT_ROOT
+from configs.workload import ResourcesSpec
+from kernels import backbones
+from services.rollout import FEATURE
 from services.training_model import TrainingModelService
 from tests.services.policies import BASE, BASES, backend, job, observation, put_demonstrations
 
@@ -197,6 +201,16 @@ def test_slots_are_bounded_and_cost_no_base(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def _seen(config: Any, seen: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What a rollout's partition tells of the pictures."""
+    if not config.features_travel:
+        return {"image.top": seen["images"]["top"]}
+    backbone = backbones.load(BASE, PROJECT_ROOT)
+    feature = backbone.encode(backbone.prepare(seen, ["top"]))
+    assert feature.action_tokens is not None
+    return {FEATURE: feature.action_tokens.numpy()}
+
+
 def _rollout(tmp_path: Path, config: Any, *, log_prob: np.ndarray | None = None) -> dict[str, Any]:
     """An RL partition of 4 steps in 2 environments with behaviour values and rewards from a fixed generator."""
     from storage.partitions import PartitionStore
@@ -205,7 +219,7 @@ def _rollout(tmp_path: Path, config: Any, *, log_prob: np.ndarray | None = None)
     seen = observation(8, 5)
     described = job(config) | {"behavior_policy_version": 0}
     data = {
-        "image.top": seen["images"]["top"],
+        **_seen(config, seen),
         "proprioception": seen["proprioception"],
         "action": rng.normal(size=(8, 1, 2)).astype(np.float32),
         "log_prob": rng.normal(size=(8, 1)).astype(np.float32) if log_prob is None else log_prob,
@@ -263,3 +277,91 @@ def test_with_frozen_weights_the_recomputed_ratio_is_one(service: TrainingModelS
         assert metrics["clip_fraction"] == 0.0
 
     asyncio.run(main())
+
+
+class Forwards:
+    """Counts the rows that a service's base looks at."""
+
+    def __init__(self, service: TrainingModelService, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows = 0
+        backbone = service._bases[BASE.name].backbone
+        encode = backbone.encode
+
+        def counted(prefix: Any, *args: Any) -> Any:
+            self.rows += prefix.rows
+            return encode(prefix, *args)
+
+        monkeypatch.setattr(backbone, "encode", counted)
+
+
+def reusing(config: Any, how: str) -> Any:
+    return config.model_copy(update={"resources": ResourcesSpec(reuse_features=how)})
+
+
+def test_an_update_on_features_that_travelled_runs_no_forward_and_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPO on what the rollout's forward computed, against PPO on its pictures: recomputed log-probabilities too."""
+
+    async def trained(how: str) -> tuple[Parameters, int]:
+        folder = tmp_path / how
+        service = TrainingModelService(str(folder), BASES, 4)
+        config = reusing(backend("a", "rl"), how)
+        config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"actor_forward": True})})
+        await opened(service, folder, config)
+        described = _rollout(folder, config)
+        forwards = Forwards(service, monkeypatch)
+        await service.actor_forward(described)
+        await service.compute_advantages(described)
+        await service.train_job(described)
+        return await parameters(service, "a"), forwards.rows
+
+    (kept, no_rows), (anew, rows) = asyncio.run(trained("own")), asyncio.run(trained("never"))
+    assert (no_rows, rows) == (0, 16), "8 samples in the actor forward, 8 in training"
+    assert equal(kept, anew)
+
+
+def test_demonstrations_seen_before_are_not_encoded_again_and_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three epochs over the same 8 samples and one over others, with and without the store."""
+
+    async def trained(how: str, seeds: tuple[int, ...] = (0, 0, 0, 1)) -> tuple[Parameters, list[int], dict[str, int]]:
+        folder = tmp_path / how
+        service = TrainingModelService(str(folder), BASES, 4, max_feature_bytes=1 << 20)
+        config = reusing(backend("a"), how)
+        await opened(service, folder, config)
+        forwards, rows = Forwards(service, monkeypatch), []
+        for number, seed in enumerate(seeds):
+            before = forwards.rows
+            await service.train_job(put_demonstrations(partitions(folder), config, number, seed=seed))
+            rows.append(forwards.rows - before)
+        return await parameters(service, "a"), rows, (await service.status())["feature_bytes"]
+
+    kept, rows, held = asyncio.run(trained("own"))
+    anew, all_rows, nothing = asyncio.run(trained("never"))
+    assert (rows, all_rows) == ([8, 0, 0, 8], [8, 8, 8, 8])
+    assert held == {"a": 16 * 4 * 128 * 4}, "16 samples of 4 action tokens × 128 float32"
+    assert nothing == {}
+    assert equal(kept, anew)
+
+
+def test_kept_features_are_a_tenants_own_unless_it_shares_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """b trains on the samples of a: it encodes them itself unless both share. A closed slot leaves nothing."""
+
+    async def rows_of_second(how: str) -> int:
+        folder = tmp_path / how
+        service = TrainingModelService(str(folder), BASES, 4, max_feature_bytes=1 << 20)
+        forwards = Forwards(service, monkeypatch)
+        for tenant in "ab":
+            before = forwards.rows
+            config = reusing(backend(tenant), how)
+            await opened(service, folder, config)
+            await service.train_job(put_demonstrations(partitions(folder), config))
+        rows = forwards.rows - before
+        await service.close_slot("a")
+        assert "a" not in (await service.status())["feature_bytes"]
+        return rows
+
+    assert asyncio.run(rows_of_second("own")) == 8
+    assert asyncio.run(rows_of_second("shared")) == 0

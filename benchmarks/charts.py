@@ -1,0 +1,50 @@
+"""Pictures beside a benchmark's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+
+def bars(path: Path, groups: Sequence[str], series: Mapping[str, Sequence[float]], unit: str, title: str) -> None:
+    """Grouped bars, each with its value above it.
+
+    Args:
+        path: PNG file.
+        groups: names under the bars.
+        series: {name: a value a group}.
+        unit: what the values are.
+        title: above the picture.
+    """
+    figure = Figure(figsize=(1.6 + 1.5 * len(groups), 3.6), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(series)
+    for i, (name, values) in enumerate(series.items()):
+        places = np.arange(len(groups)) + (i - (len(series) - 1) / 2) * width
+        axes.bar_label(axes.bar(places, values, width, label=name), fmt="%.3g", fontsize=8)
+    axes.set_xticks(np.arange(len(groups)), groups)
+    axes.set_ylabel(unit)
+    axes.set_title(title, fontsize=11)
+    axes.legend(fontsize=8, frameon=False)
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def lines(
+    path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, title: str
+) -> None:
+    """Curves {name: (xs, ys)} in one picture."""
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for name, (xs, ys) in curves.items():
+        axes.plot(xs, ys, marker="o", markersize=3, linewidth=1.2, label=name)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize=11)
+    axes.legend(fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)

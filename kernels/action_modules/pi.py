@@ -1,0 +1,195 @@
+"""π-style head: an action expert over the base's keys and values turns noise into a chunk by flow matching.
+
+Source: openpi, models/pi0.py (π0 and π0.5), in its direction of time: x_t = t · noise + (1 − t) · action, velocity =
+noise − action, from t = 1 (noise) to t = 0 (actions). The tenant's own action and state widths stand where openpi pads
+to 32. Not covered: training the base together with the expert.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.errors import SpecError, refusal
+from configs.model import BaseModelSpec, PiSpec
+from kernels.action_modules.base import ActionModule, Decision, checked_proprioception, initialise_linear
+from kernels.action_modules.pi_expert import AdaptiveRmsNorm, Expert, RmsNorm, RowLinear, sincos_embedding
+from kernels.features import PrefixCache, VLAFeature
+from kernels.losses import masked_sum
+
+FIXED_SEED = 0
+"""Of the noise where no generator is passed."""
+TIME_SCALE, TIME_OFFSET = 0.999, 0.001
+
+
+class _Context(NamedTuple):
+    """What all denoising steps share, on the module's device.
+
+    Attributes:
+        state: the state token, float32 [B, 1, W], or None.
+        prefix: zero where it is masked.
+        prefix_mask: bool [B, L].
+        suffix_mask: bool [S, S], which suffix tokens (columns) each one (row) sees.
+    """
+
+    state: Tensor | None
+    prefix: PrefixCache
+    prefix_mask: Tensor
+    suffix_mask: Tensor
+
+
+class PiModule(ActionModule):
+    """One tenant's action expert, as deep as the base and with its key/value heads. Legend: W the expert's width.
+
+    Args:
+        spec: version and widths.
+        base: what the prefix's keys and values look like.
+        seed: of the initial parameters.
+
+    Raises:
+        SpecError: if the query heads are no multiple of the base's key/value heads.
+    """
+
+    def __init__(self, spec: PiSpec, base: BaseModelSpec, seed: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        if spec.heads % base.num_key_value_heads:
+            possible = f"multiples of {base.num_key_value_heads}, the key/value heads of base {base.name!r}"
+            raise SpecError(refusal("action_module.heads", spec.heads, possible, "change heads or the base"))
+        width = spec.hidden_width
+        # Built without storage and filled from one generator: torch's global random state is neither read nor moved.
+        with torch.device("meta"):
+            self.action_in = RowLinear(spec.action_width, width)
+            self.state_in = RowLinear(spec.state_width, width) if spec.proprioception == "head" else None
+            self.time_in = RowLinear(2 * width if spec.version == "pi0" else width, width)
+            self.time_out = RowLinear(width, width)
+            self.expert = Expert(
+                layers=base.num_layers,
+                width=width,
+                mlp_width=spec.mlp_width,
+                heads=spec.heads,
+                kv_heads=base.num_key_value_heads,
+                head_width=base.head_width,
+                theta=base.rope_theta,
+                adaptive=spec.version == "pi05",
+            )
+            self.action_out = RowLinear(width, spec.action_width)
+        self.to_empty(device="cpu")
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    reads = frozenset({"cache"})
+    learns_by_rl = False
+
+    @classmethod
+    def build(cls, spec: PiSpec, base: BaseModelSpec, seed: int) -> PiModule:
+        """The registry's signature."""
+        return cls(spec, base, seed)
+
+    def _initialise(self, generator: torch.Generator) -> None:
+        """As openpi: weights of variance 1 / fan_in, biases and norms zero."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                initialise_linear(module, generator, math.sqrt(3))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, RmsNorm | AdaptiveRmsNorm):
+                module.initialise()
+
+    def velocity(self, feature: VLAFeature, proprioception: Tensor | None, x_t: Tensor, time: Tensor) -> Tensor:
+        """noise − action as the expert sees it, float32 [B, H, A], on the CPU.
+
+        Args:
+            feature: with the cache and its mask; what is masked may hold anything.
+            proprioception: normalised, float32 [B, S]; read only where it enters the head.
+            x_t: float32 [B, H, A].
+            time: [B], 1 at noise and 0 at actions.
+        """
+        context = self._context(feature, proprioception)
+        return self._velocity(context, x_t.to(self.device), time.to(self.device)).cpu()
+
+    def imitation_loss(
+        self,
+        feature: VLAFeature,
+        proprioception: Tensor | None,
+        action: Tensor,
+        is_pad: Tensor,
+        valid_count: float,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        """See `ActionModule`: squared error of the velocity. Padded actions enter x_t as zeros.
+
+        Noise and time are drawn row by row, so that a batch in parts draws what it draws whole; without a generator
+        they are the same at each call.
+        """
+        generator = generator if generator is not None else torch.Generator().manual_seed(FIXED_SEED)
+        draws = [(self._noise(generator), self._time(generator)) for _ in range(len(action))]
+        noise, time = torch.stack([n for n, _ in draws]), torch.stack([t for _, t in draws])
+        mask = ~is_pad[..., None].expand_as(action)
+        action = torch.where(mask, action, torch.zeros_like(action))
+        t = time.to(action.dtype)[:, None, None]
+        velocity = self.velocity(feature, proprioception, t * noise + (1 - t) * action, time)
+        return masked_sum((velocity - (noise - action)).square(), mask) / max(valid_count, 1.0)
+
+    def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
+        """See `ActionModule`: Euler steps from noise, drawn row by row, at t = 1 to actions at t = 0."""
+        rows = feature.rows
+        if generator is None:
+            noise = self._noise(torch.Generator().manual_seed(FIXED_SEED)).expand(rows, -1, -1)
+        else:
+            noise = torch.stack([self._noise(generator) for _ in range(rows)])
+        steps = self.spec.denoising_steps
+        with torch.no_grad():
+            context, x = self._context(feature, proprioception), noise.to(self.device)
+            for step in range(steps):
+                time = torch.full((1,), 1 - step / steps, dtype=torch.float64, device=x.device)
+                x = x - self._velocity(context, x, time) / steps
+            return Decision(x.cpu())
+
+    def _context(self, feature: VLAFeature, proprioception: Tensor | None) -> _Context:
+        """What is masked becomes zero: a NaN would pass through a weight of zero."""
+        assert feature.cache is not None
+        assert feature.mask is not None
+        mask, state = feature.mask.to(self.device), None
+        hidden = mask.logical_not().unsqueeze(1).unsqueeze(3)
+        keys, values = (
+            tuple(layer.to(self.device).masked_fill(hidden, 0.0) for layer in layers)
+            for layers in (feature.cache.keys, feature.cache.values)
+        )
+        if self.state_in is not None:
+            given = checked_proprioception(proprioception, feature.rows, self.spec.state_width)
+            state = self.state_in(given.to(self.device, torch.float32)).unsqueeze(1)
+        # The state token sees the prefix and itself; the actions see everything, also those after them.
+        before = 0 if state is None else 1
+        sees = torch.ones(before + self.spec.horizon, before + self.spec.horizon, dtype=torch.bool)
+        sees[:before, before:] = False
+        prefix = PrefixCache(keys, values, feature.cache.position.to(self.device))
+        return _Context(state, prefix, mask, sees.to(self.device))
+
+    def _velocity(self, context: _Context, x_t: Tensor, time: Tensor) -> Tensor:
+        """[B, H, A] and [B], or [1] where the rows' time is one, to [B, H, A]; all on the module's device."""
+        tokens: Tensor = self.action_in(x_t)
+        embedded, condition = sincos_embedding(time, self.spec.hidden_width), None
+        if self.spec.version == "pi05":
+            condition = F.silu(self.time_out(F.silu(self.time_in(embedded))))
+        else:
+            fused = torch.cat([tokens, embedded.unsqueeze(1).expand_as(tokens)], dim=2)
+            tokens = self.time_out(F.silu(self.time_in(fused)))
+        if context.state is not None:
+            tokens = torch.cat([context.state, tokens], dim=1)
+        out = self.expert(tokens, context.prefix, context.prefix_mask, context.suffix_mask, condition)
+        velocity: Tensor = self.action_out(out.narrow(1, out.shape[1] - self.spec.horizon, self.spec.horizon))
+        return velocity
+
+    def _noise(self, generator: torch.Generator) -> Tensor:
+        """float32 [H, A]."""
+        return torch.randn(self.spec.horizon, self.spec.action_width, generator=generator, dtype=torch.float32)
+
+    def _time(self, generator: torch.Generator) -> Tensor:
+        """float64 scalar within 0.001 … 1: Beta(alpha, beta) as `torch.distributions` draws it, but by a generator."""
+        concentration = torch.tensor([self.spec.beta_alpha, self.spec.beta_beta], dtype=torch.float64)
+        return torch._sample_dirichlet(concentration, generator=generator)[0] * TIME_SCALE + TIME_OFFSET

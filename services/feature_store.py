@@ -1,0 +1,134 @@
+"""What the frozen base computed, kept for the next epoch: content-addressed, bounded, a tenant's own or shared.
+
+A sample's key is a digest of everything that its features depend on, so another picture, prompt, base or padded length
+is another entry, and what is found equals what a forward would give to the bit (float32 on a CPU, where a row does not
+depend on its company). A full store keeps what it has: samples come in shuffled epochs, and making room for the newest
+would throw each entry away just before it is wanted again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from configs.signature import prefix_key
+from kernels.backbones import Backbone
+from kernels.features import Part, VLAFeature, concatenated
+from services.interface import Interface
+from services.rollout import rows_of
+
+SHARED = ""  # a scope no tenant's name can be
+
+
+class FeatureStore:
+    """Features of single samples in memory, by scope; thread-safe.
+
+    Args:
+        max_bytes: of each scope. One tenant's samples take nothing from another's room.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rows: dict[str, dict[bytes, VLAFeature]] = {}  # {scope: {key: feature of one row}}
+        self._bytes: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def get(self, scope: str, key: bytes) -> VLAFeature | None:
+        """The feature [1, …] of a sample, or None."""
+        with self._lock:
+            return self._rows.get(scope, {}).get(key)
+
+    def put(self, scope: str, key: bytes, row: VLAFeature) -> bool:
+        """Keep the feature [1, …] of a sample; False if there is no room. It must not be changed afterwards."""
+        with self._lock:
+            rows = self._rows.setdefault(scope, {})
+            if key in rows:
+                return True
+            used = self._bytes.get(scope, 0) + row.num_bytes
+            if used > self._max_bytes:
+                return False
+            rows[key], self._bytes[scope] = row, used
+            return True
+
+    def clear(self, scope: str) -> None:
+        """Forget a scope."""
+        with self._lock:
+            self._rows.pop(scope, None)
+            self._bytes.pop(scope, None)
+
+    def num_bytes(self) -> dict[str, int]:
+        """{scope: bytes kept}."""
+        with self._lock:
+            return dict(self._bytes)
+
+
+class KeptFeatures:
+    """One scope of a store, asked before the base is."""
+
+    def __init__(self, store: FeatureStore, scope: str) -> None:
+        self._store = store
+        self._scope = scope
+
+    def features(
+        self,
+        backbone: Backbone,
+        interface: Interface,
+        parts: Collection[Part],
+        observation: Mapping[str, Any],
+        encode: Callable[[Backbone, Mapping[str, Any]], VLAFeature],
+    ) -> VLAFeature:
+        """Features of an observation batch, of which the base sees only the rows that are not there.
+
+        A batch of prompts of several padded lengths is encoded as a whole: its shorter rows are padded as their
+        neighbours ask, so what they give is not theirs alone.
+        """
+        texts = interface.state_texts(interface.proprioception(observation["proprioception"]))
+        lengths = set(backbone.lengths(observation["instructions"], len(interface.cameras), texts))
+        if len(lengths) > 1:
+            return encode(backbone, observation)
+        keys = sample_keys(prefix_key(backbone.spec, lengths.pop()), parts, observation, texts)
+        found = [self._store.get(self._scope, key) for key in keys]
+        missing = [i for i, row in enumerate(found) if row is None]
+        if missing:
+            fresh = encode(backbone, rows_of(dict(observation), missing))
+            for place, i in enumerate(missing):
+                row = fresh[place : place + 1]
+                found[i] = row
+                self._store.put(self._scope, keys[i], row.map(torch.clone))  # a view would keep the batch in memory
+        return concatenated([row for row in found if row is not None])
+
+
+def sample_keys(
+    prefix_key: str, parts: Collection[Part], observation: Mapping[str, Any], state_texts: Sequence[str] | None
+) -> list[bytes]:
+    """A digest a row of all that its features depend on.
+
+    Args:
+        prefix_key: of the base and the padded length, see `configs.signature.prefix_key`.
+        parts: of the features.
+        observation: {"images": {camera: uint8 [B, h, w, 3]}, "instructions": B strings}.
+        state_texts: B strings, where proprioception enters the prompt.
+    """
+    images = [(name, np.ascontiguousarray(image)) for name, image in sorted(observation["images"].items())]
+    start = hashlib.blake2b(digest_size=16)
+    # Lengths stand before what varies in length, so that no two inputs share one text.
+    for field in (prefix_key, *sorted(parts), *(f"{name} {image.shape[1:]}" for name, image in images)):
+        start.update(_framed(field.encode()))
+    keys = []
+    for row, instruction in enumerate(observation["instructions"]):
+        found = start.copy()
+        found.update(_framed(instruction.encode()))
+        found.update(_framed(b"" if state_texts is None else b"state" + state_texts[row].encode()))
+        for _, image in images:
+            found.update(image[row].data)
+        keys.append(found.digest())
+    return keys
+
+
+def _framed(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "big") + content

@@ -1,0 +1,73 @@
+"""LoRA adapters in the files that PEFT writes and reads.
+
+Layout of a folder:
+
+    adapter_config.json           fields of PEFT's LoraConfig
+    adapter_model.safetensors     {"base_model.model.<path of a linear>.lora_A.weight": [r, inputs], …}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+from configs.errors import DataFault, refusal
+from storage.atomic import new_folder, write_synced
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
+    """Write an adapter; the folder appears whole or not at all.
+
+    Raises:
+        Conflict: the folder exists.
+    """
+    content = save({name: np.ascontiguousarray(a) for name, a in tensors.items()}, metadata={"format": "pt"})
+    with new_folder(folder, "adapter") as building:
+        write_synced(building / CONFIG, json.dumps(dict(config), indent=2, sort_keys=True).encode())
+        write_synced(building / TENSORS, content)
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Tensors, float32 whatever floating-point type they are stored in, and the configuration.
+
+    Raises:
+        DataFault: a file is missing or cannot be read.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        stored = deserialize((folder / TENSORS).read_bytes())
+    except OSError as error:
+        raise DataFault(
+            refusal(str(folder), str(error), f"{CONFIG} and {TENSORS}", "save the adapter with PEFT's safetensors")
+        ) from error
+    except (ValueError, SafetensorError) as error:
+        raise DataFault(
+            refusal(str(folder), str(error), f"{CONFIG} and {TENSORS}", "save the adapter again")
+        ) from error
+    if not isinstance(config, dict):
+        raise DataFault(refusal(f"{folder}/{CONFIG}", type(config).__name__, "an object", "save the adapter again"))
+    return {name: _float32(folder, name, tensor) for name, tensor in stored}, config
+
+
+def _float32(folder: Path, name: str, tensor: Mapping[str, Any]) -> NDArray[np.float32]:
+    raw, dtype = bytes(tensor["data"]), tensor["dtype"]
+    if dtype == "BF16":  # the upper half of a float32, which numpy has no name for
+        flat: NDArray[np.float32] = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+    elif dtype in _DTYPES:
+        flat = np.frombuffer(raw, _DTYPES[dtype]).astype(np.float32)
+    else:
+        possible = f"BF16, {', '.join(sorted(_DTYPES))}"
+        raise DataFault(refusal(f"{folder}/{TENSORS}.{name}", dtype, possible, "save the adapter in one of these"))
+    return flat.reshape(tensor["shape"])

@@ -1,0 +1,102 @@
+"""Tenants of every action module, on two resident base models at once, through the whole way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from configs import presets
+from configs.home import Home
+from configs.platform import PlatformAddresses
+from configs.requests import CollectRequest, EvaluateRequest
+from configs.workload import EvaluationSpec, WorkloadSpec
+from services import lookup
+from storage.partitions import PartitionStore
+from tests.flows.running import running, workload
+
+DATASET = "families"
+HELD_OUT = EvaluationSpec(environment="reach", episodes=4, first_seed=45_000, num_envs=4)
+WIDTHS: dict[str, Any] = {"horizon": 2, "action_width": 2, "state_width": 2, "proprioception": "head"}
+MODULES: dict[str, dict[str, Any]] = {
+    "gr00t": {"kind": "gr00t", "hidden_width": 32, "layers": 2, "heads": 2, "head_width": 16, "future_tokens": 4},
+    "pi": {"kind": "pi", "hidden_width": 32, "mlp_width": 64, "heads": 2},
+    "lora": {"kind": "lora", "rank": 4, "alpha": 8.0, "hidden_width": 32, "residual_blocks": 1},
+}
+
+
+def spec(preset: str, tenant: str, kind: str, base: str, **algorithm: Any) -> WorkloadSpec:
+    """A short workload of `preset` with another action module on another base."""
+    found = workload(preset, tenant, **algorithm)
+    return WorkloadSpec.model_validate(
+        found.model_dump(mode="json")
+        | {"action_module": MODULES[kind] | WIDTHS, "base_model": base, "evaluation": HELD_OUT.model_dump(mode="json")}
+        | ({"data": {"dataset": DATASET}} if found.data else {})
+    )
+
+
+@pytest.fixture(scope="module")
+def dataset(platform: PlatformAddresses, home: Home) -> None:
+    async def collect() -> None:
+        async with running(platform, home) as here:
+            request = CollectRequest(dataset=DATASET, environment="reach", episodes=6, hosts=1)
+            await here.completed(await here.api.start("collect", {"request": request.model_dump(mode="json")}))
+
+    asyncio.run(collect())
+
+
+@pytest.mark.usefixtures("dataset")
+def test_tenants_of_all_families_train_are_evaluated_and_served_from_the_registry(
+    platform: PlatformAddresses, home: Home
+) -> None:
+    """gr00t and LoRA by RL on one base, pi and LoRA by SFT on another, all at once."""
+    short = {"jobs": 2, "batches_per_job": 2, "microbatch_size": 8}
+    rollouts = {"jobs": 2, "num_envs": 2, "rollout_steps": 8, "microbatch_size": 8, "epochs": 1}
+    specs = [
+        spec("demos", "flowing", "gr00t", "tiny-qwen3-vl", **short),
+        spec("demos", "caching", "pi", "tiny-paligemma", **short),
+        spec("demos", "adapting", "lora", "tiny-paligemma", **short),
+        spec("reach", "exploring", "lora", "tiny-qwen3-vl", **rollouts),
+    ]
+
+    async def main() -> None:
+        async with running(platform, home) as here:
+            runs = [await here.start(one) for one in specs]
+            for one, run in zip(specs, runs, strict=True):
+                await here.completed(run)
+                report = here.report(one, run)
+                assert report["jobs"] == {"completed": 2, "failed": 0, "dropped": 0}
+                assert report["policy_version"] > 0
+                assert report["adapter"]["name"] == one.policy_key
+            request = EvaluateRequest(
+                targets=tuple(f"models:/{one.policy_key}@champion" for one in specs),
+                environment="reach",
+                episodes=2,
+                first_seed=46_000,
+                num_envs=2,
+            )
+            await here.completed(await here.api.start("evaluate", {"request": request.model_dump(mode="json")}))
+            status = await (await here.service(lookup.TRAINING)).status()
+            assert set(status["base_models"]) == {"tiny-qwen3-vl", "tiny-paligemma"}
+            assert PartitionStore(home.partitions).list() == []
+
+    asyncio.run(main())
+
+
+def test_only_modules_that_give_log_probabilities_learn_by_rl(platform: PlatformAddresses, home: Home) -> None:
+    """Refused at admission, in the workload's flow run."""
+
+    async def main() -> None:
+        async with running(platform, home) as here:
+            refused = spec("reach", "hopeful", "gr00t", "tiny-qwen3-vl", jobs=1)
+            ended = await here.ended(await here.start(refused))
+            assert ended["state_type"] == "FAILED"
+            assert "action_module.kind: got 'gr00t'; possible: lora, oft with task 'rl'" in ended["state"]["message"]
+
+    asyncio.run(main())
+
+
+def test_the_preset_workloads_of_other_modules_are_admitted() -> None:
+    for name, kind in (("demos-gr00t", "gr00t"), ("demos-pi", "pi")):
+        assert presets.workload(name).action_module.kind == kind

@@ -35,13 +35,19 @@ def bars(path: Path, groups: Sequence[str], series: Mapping[str, Sequence[float]
 
 
 def lines(
-    path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, title: str
+    path: Path,
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x: str,
+    y: str,
+    title: str,
+    *,
+    marked: bool = True,
 ) -> None:
-    """Curves {name: (xs, ys)} in one picture."""
+    """Curves {name: (xs, ys)} in one picture, each point `marked` by a dot."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
     for name, (xs, ys) in curves.items():
-        axes.plot(xs, ys, marker="o", markersize=3, linewidth=1.2, label=name)
+        axes.plot(xs, ys, marker="o" if marked else None, markersize=3, linewidth=1.2, label=name)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_title(title, fontsize=11)

@@ -28,12 +28,13 @@ class Report:
     """What one benchmark found.
 
     `rows` are for reading (columns may differ), `summary` holds the named figures that are compared, and `aims`
-    what they should reach: {key: (">=" or "<=", bound)}.
+    what they should reach: {key: (">=" or "<=", bound)}; `series` are curves, for the JSON file and its picture.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, float] = field(default_factory=dict)
     aims: dict[str, tuple[str, float]] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, **row: Any) -> None:
         """Append a row."""
@@ -124,6 +125,8 @@ def write(path: Path, where: Mapping[str, Any], report: Report) -> None:
     if not path.parent.is_dir():
         raise SpecError(refusal("--json", str(path), "a file in an existing folder", f"make {path.parent}"))
     body = {"machine": dict(where), "rows": report.rows, "summary": report.summary}
+    if report.series:
+        body["series"] = report.series
     path.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 

@@ -11,13 +11,19 @@ from configs import presets
 from configs.algorithm import AdamSpec, PpoSpec, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.environment import CameraSpec, StatisticsSpec
-from configs.model import BaseModelSpec, OftSpec
+from configs.model import MODULE_SPECS, BaseModelSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import LimitsSpec, OutputsSpec, ResourcesSpec
 from storage.partitions import PartitionStore
 
 BASE = presets.base_model("tiny-qwen3-vl")
 BASES = [BASE.model_dump(mode="json")]
+SMALL: dict[str, dict[str, Any]] = {
+    "oft": {"hidden_width": 32, "residual_blocks": 1},
+    "gr00t": {"hidden_width": 32, "layers": 2, "heads": 2, "head_width": 16, "future_tokens": 4},
+    "pi": {"hidden_width": 32, "mlp_width": 64, "heads": 2},
+    "lora": {"hidden_width": 32, "residual_blocks": 1, "rank": 4, "alpha": 8.0},
+}
 
 
 def policy(
@@ -29,17 +35,12 @@ def policy(
     seed: int = 0,
     cameras: tuple[str, ...] = ("top",),
     base: BaseModelSpec = BASE,
+    kind: str = "oft",
 ) -> PolicyConfig:
     """A tenant's interface."""
     spec = base
-    module = OftSpec(
-        horizon=horizon,
-        action_width=action_width,
-        state_width=state_width,
-        hidden_width=32,
-        residual_blocks=1,
-        proprioception="head",
-    )
+    widths = {"horizon": horizon, "action_width": action_width, "state_width": state_width}
+    module = MODULE_SPECS[kind].model_validate(SMALL[kind] | widths | {"proprioception": "head"})
     shown = tuple(CameraSpec(name=n, height=spec.image_height, width=spec.image_width) for n in cameras)
     return PolicyConfig(
         tenant=tenant,

@@ -51,6 +51,55 @@ async def open_tenants(service: InferenceModelService, *configs: Any) -> None:
         await service.open_policy(config.model_dump(mode="json"), fresh=True)
 
 
+def test_tenants_of_every_module_and_of_other_schemas_share_a_forward_to_the_bit(
+    make: Callable[..., InferenceModelService],
+) -> None:
+    """LIBERO's and CALVIN's cameras, sizes and widths, four kinds of module: one forward, and each its own bits.
+
+    A fifth tenant sends another camera than it declared: its request alone is refused.
+    """
+    libero = {"cameras": {"image": 128, "wrist_image": 128}, "state_width": 8, "action_width": 7, "horizon": 8}
+    calvin = {"cameras": {"rgb_gripper": 84, "rgb_static": 200}, "state_width": 15, "action_width": 7, "horizon": 4}
+    schemas = {"oft": libero, "gr00t": calvin, "pi": libero, "lora": calvin, "wrong": {**libero, "horizon": 1}}
+
+    def seen(tenant: str, rows: int) -> dict[str, Any]:
+        schema, rng = schemas[tenant], np.random.default_rng(rows)
+        names = ["image", "side"] if tenant == "wrong" else list(schema["cameras"])
+        sizes = list(schema["cameras"].values())
+        return {
+            "images": {
+                n: rng.integers(0, 256, (rows, s, s, 3), dtype=np.uint8) for n, s in zip(names, sizes, strict=True)
+            },
+            "proprioception": rng.normal(size=(rows, schema["state_width"])).astype(np.float32),
+            "instructions": ["put the bowl on the plate"] * rows,
+        }
+
+    async def main() -> None:
+        service = make(max_slots=8)
+        for number, (tenant, schema) in enumerate(schemas.items()):
+            kind = "oft" if tenant == "wrong" else tenant
+            config = policy(tenant, kind=kind, seed=number, **{**schema, "cameras": tuple(schema["cameras"])})
+            await open_tenants(service, config)
+        sent = {tenant: seen(tenant, rows) for rows, tenant in enumerate(schemas, start=1)}
+        right = [tenant for tenant in schemas if tenant != "wrong"]
+        alone = {t: await service.predict(sent[t], t, seed=7) for t in right}
+        before = (await service.status())["batches"]
+        *together, refused = await asyncio.gather(
+            *(service.predict(sent[t], t, seed=7) for t in [*right, "wrong"]), return_exceptions=True
+        )
+        assert (await service.status())["batches"] == before + 1, "the four requests shared one forward"
+        assert isinstance(refused, TenantFault)
+        assert "images: got 'side'" in str(refused)
+        for tenant, grouped in zip(right, together, strict=True):
+            assert not isinstance(grouped, BaseException)
+            assert grouped["action"].shape == (right.index(tenant) + 1, schemas[tenant]["horizon"], 7)
+            assert ("value" in grouped) == (tenant in ("oft", "lora"))
+            for name in alone[tenant].keys() - {"policy_version"}:
+                np.testing.assert_array_equal(grouped[name], alone[tenant][name], err_msg=f"{tenant}.{name}")
+
+    run(main())
+
+
 def test_grouped_equals_single_to_the_bit_for_every_tenant(make: Callable[..., InferenceModelService]) -> None:
     """Three tenants with other widths, horizons and row counts share a forward; each gets its own bits."""
     interfaces: dict[str, dict[str, Any]] = {

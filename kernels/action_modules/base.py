@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -124,6 +124,12 @@ def padded_rows(tensor: Tensor) -> Tensor:
     """`tensor` [B, …] with zero rows up to a multiple of `ROW_BLOCK`, so that a row's bits do not depend on B."""
     padding = -len(tensor) % ROW_BLOCK
     return torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])]) if padding else tensor
+
+
+def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function`, which takes rows to rows, of x [..., width]; a row's bits do not depend on the others' number."""
+    flat = x.flatten(0, -2)
+    return function(padded_rows(flat)).narrow(0, 0, len(flat)).unflatten(0, x.shape[:-1])
 
 
 def checked_proprioception(proprioception: Tensor | None, rows: int, state_width: int) -> Tensor:

@@ -11,22 +11,15 @@ source, W the blocks' width, D the source's width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.action_modules.base import padded_rows
+from kernels.action_modules.base import rowwise
 
 TIME_FREQUENCIES = 256
-
-
-def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function`, which takes rows to rows, of x [..., width]; a row's bits do not depend on the others' number."""
-    flat = x.flatten(0, -2)
-    return function(padded_rows(flat)).narrow(0, 0, len(flat)).unflatten(0, x.shape[:-1])
 
 
 def sinusoid(position: Tensor, frequencies: int, last: int) -> tuple[Tensor, Tensor]:

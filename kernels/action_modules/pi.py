@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from configs.errors import SpecError, refusal
 from configs.model import BaseModelSpec, PiSpec
+from kernels import flow_matching
 from kernels.action_modules.base import ActionModule, Decision, checked_proprioception, initialise_linear
 from kernels.action_modules.pi_expert import AdaptiveRmsNorm, Expert, RmsNorm, RowLinear, sincos_embedding
 from kernels.features import PrefixCache, VLAFeature
-from kernels.losses import masked_sum
 
-FIXED_SEED = 0
-"""Of the noise where no generator is passed."""
 TIME_SCALE, TIME_OFFSET = 0.999, 0.001
 
 
@@ -121,34 +119,36 @@ class PiModule(ActionModule):
         valid_count: float,
         generator: torch.Generator | None,
     ) -> Tensor:
-        """See `ActionModule`: squared error of the velocity. Padded actions enter x_t as zeros.
-
-        Noise and time are drawn row by row, so that a batch in parts draws what it draws whole; without a generator
-        they are the same at each call.
-        """
-        generator = generator if generator is not None else torch.Generator().manual_seed(FIXED_SEED)
-        draws = [(self._noise(generator), self._time(generator)) for _ in range(len(action))]
-        noise, time = torch.stack([n for n, _ in draws]), torch.stack([t for _, t in draws])
-        mask = ~is_pad[..., None].expand_as(action)
-        action = torch.where(mask, action, torch.zeros_like(action))
-        t = time.to(action.dtype)[:, None, None]
-        velocity = self.velocity(feature, proprioception, t * noise + (1 - t) * action, time)
-        return masked_sum((velocity - (noise - action)).square(), mask) / max(valid_count, 1.0)
+        """See `ActionModule`: squared error of the velocity. Padded actions enter x_t as zeros."""
+        noise, draws = flow_matching.sample_training(
+            len(action),
+            1,
+            self.spec.horizon,
+            self.spec.action_width,
+            alpha=self.spec.beta_alpha,
+            beta=self.spec.beta_beta,
+            generator=generator,
+        )
+        time = draws[:, 0] * TIME_SCALE + TIME_OFFSET
+        safe = torch.where(is_pad[..., None], torch.zeros_like(action), action)
+        # Its time runs the other way: the same path, the velocity turned round.
+        x_t, towards_action = flow_matching.interpolate(noise[:, 0], safe, 1 - time)
+        predicted = self.velocity(feature, proprioception, x_t, time)
+        return flow_matching.velocity_loss(predicted, -towards_action, is_pad, valid_count)
 
     def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
         """See `ActionModule`: Euler steps from noise, drawn row by row, at t = 1 to actions at t = 0."""
-        rows = feature.rows
-        if generator is None:
-            noise = self._noise(torch.Generator().manual_seed(FIXED_SEED)).expand(rows, -1, -1)
-        else:
-            noise = torch.stack([self._noise(generator) for _ in range(rows)])
-        steps = self.spec.denoising_steps
+        noise = flow_matching.sample_noise(feature.rows, self.spec.horizon, self.spec.action_width, generator)
         with torch.no_grad():
-            context, x = self._context(feature, proprioception), noise.to(self.device)
-            for step in range(steps):
-                time = torch.full((1,), 1 - step / steps, dtype=torch.float64, device=x.device)
-                x = x - self._velocity(context, x, time) / steps
-            return Decision(x.cpu())
+            context = self._context(feature, proprioception)
+
+            def velocity(x_t: Tensor, time: float) -> Tensor:
+                return self._velocity(context, x_t, torch.full((1,), time, dtype=torch.float64, device=self.device))
+
+            steps = self.spec.denoising_steps
+            return Decision(
+                flow_matching.integrate(velocity, noise.to(self.device), start=1.0, end=0.0, steps=steps).cpu()
+            )
 
     def _context(self, feature: VLAFeature, proprioception: Tensor | None) -> _Context:
         """What is masked becomes zero: a NaN would pass through a weight of zero."""
@@ -184,12 +184,3 @@ class PiModule(ActionModule):
         out = self.expert(tokens, context.prefix, context.prefix_mask, context.suffix_mask, condition)
         velocity: Tensor = self.action_out(out.narrow(1, out.shape[1] - self.spec.horizon, self.spec.horizon))
         return velocity
-
-    def _noise(self, generator: torch.Generator) -> Tensor:
-        """float32 [H, A]."""
-        return torch.randn(self.spec.horizon, self.spec.action_width, generator=generator, dtype=torch.float32)
-
-    def _time(self, generator: torch.Generator) -> Tensor:
-        """float64 scalar within 0.001 … 1: Beta(alpha, beta) as `torch.distributions` draws it, but by a generator."""
-        concentration = torch.tensor([self.spec.beta_alpha, self.spec.beta_beta], dtype=torch.float64)
-        return torch._sample_dirichlet(concentration, generator=generator)[0] * TIME_SCALE + TIME_OFFSET

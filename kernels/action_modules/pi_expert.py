@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.action_modules.base import padded_rows
+from kernels.action_modules.base import rowwise
 from kernels.features import PrefixCache
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
@@ -57,8 +57,7 @@ class RowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # the name is torch's
         """[…, inputs] to […, outputs]."""
-        flat = input.flatten(0, -2)
-        return super().forward(padded_rows(flat)).narrow(0, 0, len(flat)).unflatten(0, input.shape[:-1])
+        return rowwise(super().forward, input)
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -91,12 +91,19 @@ def _tenant(backbone: Backbone, spec: BaseModelSpec, module: ActionModuleSpec, r
     )
 
 
+def _finish() -> None:
+    """Wait for what a GPU was given to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _grouped(backbone: Backbone, tenants: Sequence[Tenant]) -> float:
     """Seconds of the base; the modules run after it."""
     begun = time.perf_counter()
     parts = tenants[0].module.reads
     batch, slices = group_batching.group([t.prefix for t in tenants])
     features = group_batching.split(backbone.encode(batch, parts), slices)
+    _finish()
     base = time.perf_counter() - begun
     for tenant, feature in zip(tenants, features, strict=True):
         tenant.loss(feature)
@@ -109,6 +116,7 @@ def _serial(backbone: Backbone, tenants: Sequence[Tenant]) -> float:
     for tenant in tenants:
         begun = time.perf_counter()
         feature = backbone.encode(tenant.prefix, tenant.module.reads)
+        _finish()
         base += time.perf_counter() - begun
         tenant.loss(feature)
     return base
@@ -116,12 +124,10 @@ def _serial(backbone: Backbone, tenants: Sequence[Tenant]) -> float:
 
 def _timed(call: Callable[[], float]) -> tuple[float, float]:
     """(seconds in all, seconds of the base)."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    _finish()
     begun = time.perf_counter()
     base = call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    _finish()
     return time.perf_counter() - begun, base
 
 

@@ -23,7 +23,7 @@ class AdamSpec(Spec):
 
 
 class SftSpec(Spec):
-    """Supervised fine-tuning on demonstrations, L1 loss on normalised action chunks."""
+    """Supervised fine-tuning on demonstrations: L1 on normalised chunks, or flow matching in modules of that kind."""
 
     kind: Literal["sft"] = "sft"
     jobs: int = Field(gt=0, description="Training jobs in all (the completion target).")
@@ -32,7 +32,7 @@ class SftSpec(Spec):
         default=1,
         gt=0,
         le=64,
-        description="Passes over a job's samples, the later ones shuffled; the base sees each sample once a job.",
+        description="Passes over a job's samples, the later ones shuffled; a frozen base sees each sample once a job.",
     )
     microbatch_size: int = Field(gt=0, description="Samples of one optimizer step.")
     optimizer: AdamSpec

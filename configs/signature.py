@@ -28,8 +28,8 @@ def digest(value: object) -> str:
     return hashlib.sha256(canonical_json(value).encode("ascii")).hexdigest()
 
 
-def _base_identity(base: BaseModelSpec) -> dict[str, object]:
-    # The device is left out: where a base runs is not part of what a tenant's data must look like.
+def base_identity(base: BaseModelSpec) -> dict[str, object]:
+    """What makes a base the one that it is; where it runs is no part of that."""
     return base.model_dump(mode="json", exclude={"device"})
 
 
@@ -39,7 +39,7 @@ def schema_signature(
     """Digest of a tenant's whole model-facing interface: base, tap, module, widths, horizon and cameras."""
     return digest(
         {
-            "base_model": _base_identity(base),
+            "base_model": base_identity(base),
             "action_module": action_module.model_dump(mode="json"),
             "cameras": sorted((c.model_dump(mode="json") for c in cameras), key=lambda c: str(c["name"])),
             "light_visuals": light_visuals,
@@ -52,7 +52,5 @@ def prefix_key(base: BaseModelSpec, length: int | None = None) -> str:
 
     With `length` None it names the family of forwards; the service adds each request's bucket.
     """
-    identity = {
-        k: v for k, v in _base_identity(base).items() if k not in ("length_bucket", "max_length", "max_cameras")
-    }
+    identity = {k: v for k, v in base_identity(base).items() if k not in ("length_bucket", "max_length", "max_cameras")}
     return digest({"base_model": identity, "length": length})

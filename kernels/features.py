@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from configs.errors import Conflict, refusal
@@ -148,8 +149,23 @@ class VLAFeature:
 
 
 def concatenated(features: Sequence[VLAFeature]) -> VLAFeature:
-    """Rows of several features of the same parts and lengths, one after another."""
+    """Rows of several features of the same parts, one after another, padded on the right to the longest prefix."""
+    lengths = {len(f.mask[0]) for f in features if f.mask is not None}
+    if len(lengths) > 1:
+        features = [_lengthened(f, max(lengths)) for f in features]
     return _merged(features, torch.cat)
+
+
+def _lengthened(feature: VLAFeature, length: int) -> VLAFeature:
+    """The same with zeros behind the prefix, where the mask is False."""
+    assert feature.mask is not None
+    more = length - feature.mask.shape[1]
+    cache = feature.cache
+    if cache is not None:
+        keys, values = (tuple(F.pad(x, (0, 0, 0, more)) for x in layers) for layers in (cache.keys, cache.values))
+        cache = PrefixCache(keys, values, cache.position)
+    tokens = None if feature.tokens is None else F.pad(feature.tokens, (0, 0, 0, more))
+    return VLAFeature(feature.action_tokens, tokens, cache, F.pad(feature.mask, (0, more)))
 
 
 def _merged(features: Sequence[VLAFeature], merge: Callable[[list[Tensor]], Tensor]) -> VLAFeature:

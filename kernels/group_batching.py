@@ -6,12 +6,12 @@ one, so a tenant's features equal those of a forward of its own to the bit (floa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from configs.errors import Conflict, refusal
-from kernels.features import PrefixBatch, VLAFeature
+from kernels.features import Part, PrefixBatch, VLAFeature
 
 
 def group(prefixes: Sequence[PrefixBatch]) -> tuple[PrefixBatch, list[slice]]:
@@ -45,8 +45,15 @@ def group(prefixes: Sequence[PrefixBatch]) -> tuple[PrefixBatch, list[slice]]:
     return grouped, slices
 
 
-def split(feature: VLAFeature, slices: Sequence[slice]) -> list[VLAFeature]:
+def split(
+    feature: VLAFeature, slices: Sequence[slice], parts: Sequence[Collection[Part]] | None = None
+) -> list[VLAFeature]:
     """Give each request its own rows back, as copies: what one tenant keeps or changes is not another's memory.
+
+    Args:
+        feature: of the grouped batch.
+        slices: of `group`.
+        parts: what each request's module reads of it; None gives all parts.
 
     Raises:
         Conflict: if the slices do not cover the rows exactly once and in order.
@@ -54,4 +61,6 @@ def split(feature: VLAFeature, slices: Sequence[slice]) -> list[VLAFeature]:
     edges = [0, *(s.stop for s in slices)]
     if [s.start for s in slices] != edges[:-1] or edges[-1] != feature.rows:
         raise Conflict(refusal("slices", slices, f"0 … {feature.rows} without gap or overlap", "pass those of group()"))
-    return [feature[s].map(torch.clone) for s in slices]
+    if parts is None:
+        return [feature[s].map(torch.clone) for s in slices]
+    return [feature[s].only(wanted).map(torch.clone) for s, wanted in zip(slices, parts, strict=True)]

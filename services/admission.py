@@ -22,7 +22,7 @@ from configs.cluster import ClusterSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.errors import DataFault, SpecError, refusal
 from configs.home import Home
-from configs.model import MODULE_SPECS, BaseModelSpec
+from configs.model import MODULE_SPECS, ActionModuleSpec, BaseModelSpec, PiSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
 from services.environments import renderer
@@ -135,10 +135,12 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         evaluated_in = faults.kept(lambda: presets.environment(name, "evaluation.environment"))
     if training is not None:
         _check_widths(faults, workload, training)
-        _check_job_bytes(faults, workload, training, cluster)
+        _check_job_bytes(faults, workload, training, base, cluster)
         if training.environment is not None:
             _check_renderer(faults, "environment", training.environment, cluster)
     _check_learning(faults, workload)
+    if base is not None:
+        _check_heads(faults, base, workload.action_module)
     if base is not None and training is not None:
         _check_cameras(faults, base, training)
     if evaluated_in is not None:
@@ -234,10 +236,16 @@ def _check_widths(faults: _Faults, workload: WorkloadSpec, training: TrainingInt
 
 
 def _check_job_bytes(
-    faults: _Faults, workload: WorkloadSpec, training: TrainingInterface, cluster: ClusterSpec
+    faults: _Faults,
+    workload: WorkloadSpec,
+    training: TrainingInterface,
+    base: BaseModelSpec | None,
+    cluster: ClusterSpec,
 ) -> None:
-    """One tenant's job must not fill the memory that all share."""
-    a_sample = sum(3 * camera.height * camera.width for camera in training.cameras)
+    """One tenant's job must not fill the memory that all share: its pictures, or the features in their place."""
+    pictures = sum(3 * camera.height * camera.width for camera in training.cameras)
+    features = 4 * base.num_action_tokens * base.hidden_width if base is not None and workload.task == "rl" else 0
+    a_sample = max(pictures, features)
     samples = sample_count(workload.algorithm)
     if a_sample * samples > cluster.max_job_bytes:
         terms = (
@@ -247,7 +255,7 @@ def _check_job_bytes(
         )
         faults.add(
             f"algorithm.{terms}",
-            f"{samples} samples of {a_sample} bytes of pictures",
+            f"{samples} samples of {a_sample} bytes",
             f"up to {cluster.max_job_bytes // a_sample} ({cluster.max_job_bytes} bytes a job)",
             "make the job smaller and take more of them",
         )
@@ -262,14 +270,17 @@ def _check_cameras(faults: _Faults, base: BaseModelSpec, training: TrainingInter
             f"at most {base.max_cameras} for {base.name!r}",
             "use fewer cameras",
         )
-    for camera in training.cameras:
-        if (camera.height, camera.width) != (base.image_height, base.image_width):
-            faults.add(
-                f"cameras.{camera.name}",
-                f"{camera.height}×{camera.width} (of {training.source})",
-                f"{base.image_height}×{base.image_width} for {base.name!r}",
-                "render or record at that size",
-            )
+
+
+def _check_heads(faults: _Faults, base: BaseModelSpec, module: ActionModuleSpec) -> None:
+    """An expert's query heads go in groups, one a key/value head of the base."""
+    if isinstance(module, PiSpec) and module.heads % base.num_key_value_heads:
+        faults.add(
+            "action_module.heads",
+            module.heads,
+            f"multiples of {base.num_key_value_heads}, the key/value heads of {base.name!r}",
+            "change them",
+        )
 
 
 def _check_evaluation(faults: _Faults, workload: WorkloadSpec, environment: EnvironmentSpec) -> None:

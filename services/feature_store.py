@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.model import BaseModelSpec
 from configs.signature import prefix_key
 from kernels.backbones import Backbone
 from kernels.features import Part, VLAFeature, concatenated
@@ -23,6 +24,7 @@ from services.interface import Interface
 from services.rollout import rows_of
 
 SHARED = ""  # a scope no tenant's name can be
+LEAST_SAMPLES = 1000
 
 
 class FeatureStore:
@@ -37,6 +39,14 @@ class FeatureStore:
         self._rows: dict[str, dict[bytes, VLAFeature]] = {}  # {scope: {key: feature of one row}}
         self._bytes: dict[str, int] = {}
         self._lock = threading.Lock()
+
+    def worth(self, num_bytes: int) -> bool:
+        """Whether samples of that size are kept: a scope must hold `LEAST_SAMPLES` of them.
+
+        Fewer would spare too few forwards for what it costs to look for each sample: action tokens are kept always, a
+        large base's prefix tokens with a larger store, its keys and values never.
+        """
+        return num_bytes * LEAST_SAMPLES <= self._max_bytes
 
     def get(self, scope: str, key: bytes) -> VLAFeature | None:
         """The feature [1, …] of a sample, or None."""
@@ -82,25 +92,32 @@ class KeptFeatures:
         observation: Mapping[str, Any],
         encode: Callable[[Backbone, Mapping[str, Any]], VLAFeature],
     ) -> VLAFeature:
-        """Features of an observation batch, of which the base sees only the rows that are not there.
-
-        A batch of prompts of several padded lengths is encoded as a whole: its shorter rows are padded as their
-        neighbours ask, so what they give is not theirs alone.
-        """
+        """Features of an observation batch of one padded length; the base sees only those rows that are not there."""
         texts = interface.state_texts(interface.proprioception(observation["proprioception"]))
-        lengths = set(backbone.lengths(observation["instructions"], len(interface.cameras), texts))
-        if len(lengths) > 1:
+        (length,) = set(backbone.lengths(observation["instructions"], len(interface.cameras), texts))
+        if not self._store.worth(sample_bytes(backbone.spec, parts, length)):
             return encode(backbone, observation)
-        keys = sample_keys(prefix_key(backbone.spec, lengths.pop()), parts, observation, texts)
+        keys = sample_keys(prefix_key(backbone.spec, length), parts, observation, texts)
         found = [self._store.get(self._scope, key) for key in keys]
         missing = [i for i, row in enumerate(found) if row is None]
         if missing:
-            fresh = encode(backbone, rows_of(dict(observation), missing))
+            # In the host's memory: a module takes features from any device.
+            fresh = encode(backbone, rows_of(dict(observation), missing)).map(lambda tensor: tensor.cpu())
             for place, i in enumerate(missing):
                 row = fresh[place : place + 1]
                 found[i] = row
                 self._store.put(self._scope, keys[i], row.map(torch.clone))  # a view would keep the batch in memory
         return concatenated([row for row in found if row is not None])
+
+
+def sample_bytes(base: BaseModelSpec, parts: Collection[Part], length: int) -> int:
+    """Bytes of a sample's features with a prefix of `length` tokens; float32 whatever the base's dtype."""
+    numbers = {
+        "action_tokens": base.num_action_tokens * base.hidden_width,
+        "tokens": length * base.hidden_width,
+        "cache": 2 * length * base.num_layers * base.num_key_value_heads * base.head_width,
+    }
+    return 4 * sum(numbers[part] for part in parts)
 
 
 def sample_keys(

@@ -31,6 +31,7 @@ from configs.signature import prefix_key
 from services import lookup
 from services.busy import BusyLog
 from services.group_batcher import GroupBatcher
+from services.resident import resident
 from services.rollout import Observation, Policy, Prediction
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class InferenceModelService:
 
         policy_config = PolicyConfig.model_validate(config)
         tenant = policy_config.tenant
-        self._base(policy_config.base_model.name)
+        resident(self._bases, policy_config.base_model)
         present = self._tenants.get(tenant)
         if present is not None and not fresh:
             if present.current.config.schema_signature != policy_config.schema_signature:
@@ -203,7 +204,8 @@ class InferenceModelService:
             seed: draws action noise; None takes the mean action.
 
         Returns:
-            {"action", "environment_action" [B, H, A], "log_prob" [B, H], "value" [B], "policy_version"}.
+            {"action", "environment_action" [B, H, A], "policy_version"}, and of a module that learns by RL "log_prob"
+            [B, H] and "value" [B].
         """
         policy = self._policies(tenant_id).find(policy_version)
         prediction = await self._bound(policy, None if seed is None else _generator(seed))(observations)
@@ -216,7 +218,7 @@ class InferenceModelService:
         async def answer(observation: Observation) -> Prediction:
             from services.serving import Request
 
-            base = self._base(policy.config.base_model.name)
+            base = self._bases[policy.config.base_model.name]
             if sum(image.nbytes for image in observation["images"].values()) <= _PREPARED_AT_ONCE_BYTES:
                 prefix, proprioception = policy.prepare(base.backbone, observation)
             else:
@@ -355,14 +357,6 @@ class InferenceModelService:
         except KeyError:
             known = ", ".join(sorted(self._tenants)) or "none is open"
             raise UnknownObject(refusal("tenant_id", tenant, known, "open the tenant first")) from None
-
-    def _base(self, name: str) -> Any:
-        try:
-            return self._bases[name]
-        except KeyError:
-            raise UnknownObject(
-                refusal("base_model", name, ", ".join(sorted(self._bases)), "use a resident one")
-            ) from None
 
     @staticmethod
     async def _run(executor: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from configs.algorithm import PpoSpec, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
-from configs.errors import TenantFault, refusal
+from configs.errors import Conflict, TenantFault, refusal
 from kernels import action_modules
 from kernels.advantages import ESTIMATORS
 from kernels.backbones import Backbone
@@ -208,22 +208,30 @@ class PolicySlot:
     ) -> VLAFeature:
         """Of these rows: what came with the partition or was kept, else the base's forward; of a module with an adapter
         in the caller's gradient mode, through the base."""
+        index = np.arange(len(data["action"]))[rows if isinstance(rows, slice) else rows.numpy()]
         if FEATURE in data:
-            return VLAFeature(torch.from_numpy(np.asarray(data[FEATURE], np.float32)[rows]))
-        index, parts = np.arange(len(data["action"]))[rows], []
-        for start in range(0, len(index), ENCODE_ROWS):
-            some = index[start : start + ENCODE_ROWS]
-            observation = {
-                "images": {n.removeprefix("image."): a[some] for n, a in data.items() if n.startswith("image.")},
-                "proprioception": data["proprioception"][some],
-                "instructions": [data["instructions"][i] for i in some],
-            }
-            parts.append(
-                self._encode(backbone, observation)
-                if kept is None
-                else kept.features(backbone, self._interface, self.module.reads, observation, self._encode)
-            )
-        return concatenated(parts)
+            return VLAFeature(torch.from_numpy(np.asarray(data[FEATURE], np.float32)[index]))
+        # Rows of one padded length at a time: what is computed of a row does not depend on its neighbours' prompts.
+        texts = self._interface.state_texts(self._interface.proprioception(data["proprioception"][index]))
+        instructions = [data["instructions"][i] for i in index]
+        lengths = np.array(backbone.lengths(instructions, len(self._interface.cameras), texts))
+        places, parts = np.argsort(lengths, kind="stable"), []
+        for length in np.unique(lengths):
+            of_length = places[lengths[places] == length]
+            for start in range(0, len(of_length), ENCODE_ROWS):
+                some = index[of_length[start : start + ENCODE_ROWS]]
+                observation = {
+                    "images": {n.removeprefix("image."): a[some] for n, a in data.items() if n.startswith("image.")},
+                    "proprioception": data["proprioception"][some],
+                    "instructions": [data["instructions"][i] for i in some],
+                }
+                parts.append(
+                    self._encode(backbone, observation)
+                    if kept is None
+                    else kept.features(backbone, self._interface, self.module.reads, observation, self._encode)
+                )
+        found = concatenated(parts)
+        return found if (places[1:] > places[:-1]).all() else found[torch.from_numpy(np.argsort(places))]
 
     def _encode(self, backbone: Backbone, observation: Mapping[str, Any]) -> VLAFeature:
         prefix, _ = self._interface.prepare(backbone, observation)
@@ -252,8 +260,13 @@ class PolicySlot:
 
         Raises:
             UnknownObject, DataFault: see `CheckpointStore.load`.
+            Conflict: it was trained with another interface.
         """
         checkpoint = CheckpointStore(folder / "checkpoints").load(version, with_optimizer=with_optimizer)
+        wanted, found = backend.policy.schema_signature, checkpoint.manifest["schema_signature"]
+        if found != wanted:
+            where = f"schema_signature of the checkpoint of version {checkpoint.version}"
+            raise Conflict(refusal(where, found[:12], wanted[:12], "restore it into the interface it was trained with"))
         slot = cls(backend.policy)
         slot.version = int(checkpoint.version)
         action_modules.load_parameters(slot.module, checkpoint.params)

@@ -79,7 +79,7 @@ def forward(backbone: Backbone, requests: Sequence[Request]) -> list[Prediction 
     parts = frozenset(part for request in requests for part in request.policy.module.reads)
     modules = [request.policy.module for request in requests]
     adapters = [(s, m.adapter) for s, m in zip(slices, modules, strict=True) if m.adapter is not None]
-    features = group_batching.split(backbone.encode(grouped, parts, adapters), slices)
+    features = group_batching.split(backbone.encode(grouped, parts, adapters), slices, [m.reads for m in modules])
     results: list[Prediction | JoyNexusError] = []
     for request, feature in zip(requests, features, strict=True):
         try:
@@ -93,7 +93,7 @@ def forward(backbone: Backbone, requests: Sequence[Request]) -> list[Prediction 
 
 def _decode(request: Request, feature: VLAFeature) -> Prediction:
     policy = request.policy
-    decision = policy.module.act(feature.only(policy.module.reads), request.proprioception, request.generator)
+    decision = policy.module.act(feature, request.proprioception, request.generator)
     finite = torch.isfinite(decision.action).all()
     if not (finite and (decision.value is None or torch.isfinite(decision.value).all())):
         raise TenantFault(

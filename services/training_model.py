@@ -24,6 +24,7 @@ from configs.home import Home
 from configs.model import BaseModelSpec
 from services import lookup
 from services.busy import BusyLog
+from services.resident import resident
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +58,6 @@ class TrainingModelService:
         self._bases = load_base_models([BaseModelSpec.model_validate(spec) for spec in base_models])
         self._max_slots = max_slots
         self._kept = FeatureStore(max_feature_bytes)
-        self._keeps = max_feature_bytes > 0
         self._slots: dict[str, PolicySlot] = {}
         self._configs: dict[str, BackendConfig] = {}  # {policy_key: configuration}
         self._folders: dict[str, Path] = {}  # {policy_key: output folder of the workload}
@@ -97,11 +97,14 @@ class TrainingModelService:
             fresh: start from new weights at version 0 instead of those the slot has.
 
         Raises:
-            Conflict: if the tenant's slot has another schema signature and `fresh` is not asked for.
+            Conflict: if the tenant's slot has another schema signature and `fresh` is not asked for, or the resident
+                base is not the declared one.
+            UnknownObject: if no such base is resident.
             TenantFault: if all slots are taken.
         """
         backend = BackendConfig.model_validate(config)
         tenant = backend.policy.tenant
+        resident(self._bases, backend.policy.base_model)
         async with self._lock(tenant):
             slot = None if fresh else self._slots.get(tenant)
             if slot is not None and slot.config.schema_signature != backend.policy.schema_signature:
@@ -115,6 +118,7 @@ class TrainingModelService:
                     refusal("tenant.name", tenant, f"{self._max_slots} slots, all taken", "close a tenant that is done")
                 )
             if slot is None:
+                self._kept.clear(tenant)
                 slot = await self._run(self._compute, self._new_slot, backend)
             slot.ensure_optimizer(backend.policy_key, backend.algorithm)
             self._slots[tenant] = slot

@@ -50,7 +50,7 @@ def dataset(platform: PlatformAddresses, home: Home) -> None:
 def test_tenants_of_all_families_train_are_evaluated_and_served_from_the_registry(
     platform: PlatformAddresses, home: Home
 ) -> None:
-    """gr00t and LoRA by RL on one base, pi and LoRA by SFT on another, all at once."""
+    """gr00t by SFT and LoRA by RL on one base, pi and LoRA by SFT on another, all at once."""
     short = {"jobs": 2, "batches_per_job": 2, "microbatch_size": 8}
     rollouts = {"jobs": 2, "num_envs": 2, "rollout_steps": 8, "microbatch_size": 8, "epochs": 1}
     specs = [
@@ -80,6 +80,9 @@ def test_tenants_of_all_families_train_are_evaluated_and_served_from_the_registr
             status = await (await here.service(lookup.TRAINING)).status()
             assert set(status["base_models"]) == {"tiny-qwen3-vl", "tiny-paligemma"}
             assert PartitionStore(home.partitions).list() == []
+            for one in specs:  # the session's platform has sixteen slots for all tests
+                await (await here.service(lookup.TRAINING)).close_slot(one.tenant.name)
+                await (await here.service(lookup.INFERENCE)).close_policy(one.tenant.name)
 
     asyncio.run(main())
 

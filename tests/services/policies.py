@@ -55,11 +55,11 @@ def policy(
 
 
 def backend(
-    tenant: str, task: str = "sft", *, learning_rate: float = 1e-2, seed: int = 0, **interface: Any
+    tenant: str, task: str = "sft", *, learning_rate: float = 1e-2, seed: int = 0, passes: int = 1, **interface: Any
 ) -> BackendConfig:
     """A workload as compiled; SFT makes 2 steps of 4 samples a job, PPO 2 epochs over 2 × 4 samples."""
     adam = AdamSpec(learning_rate=learning_rate)
-    sft = SftSpec(jobs=4, batches_per_job=2, microbatch_size=4, optimizer=adam, seed=seed)
+    sft = SftSpec(jobs=4, batches_per_job=2, microbatch_size=4, passes=passes, optimizer=adam, seed=seed)
     ppo = PpoSpec(jobs=4, num_envs=2, rollout_steps=4, epochs=2, microbatch_size=4, optimizer=adam, seed=seed)
     declared = policy(tenant, seed=seed, **interface)
     return BackendConfig(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from configs import presets
 from kernels.features import VLAFeature
-from services.feature_store import FeatureStore, sample_keys
+from services.feature_store import FeatureStore, sample_bytes, sample_keys
 
 KEY = b"k" * 16
 
@@ -44,6 +45,18 @@ def test_each_scope_has_room_of_its_own_and_what_is_there_stays() -> None:
 
 
 TOP = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
+
+
+def test_samples_of_which_a_store_holds_few_are_not_kept() -> None:
+    """A thousand of 4 × 128 float32 action tokens are 2,048,000 bytes."""
+    base = presets.base_model("tiny-qwen3-vl")
+    assert sample_bytes(base, {"action_tokens"}, 32) == 4 * 128 * 4
+    assert sample_bytes(base, {"tokens"}, 32) == 32 * 128 * 4
+    assert sample_bytes(base, {"cache"}, 32) == 2 * 32 * 2 * 2 * 32 * 4
+    store = FeatureStore(2_048_000)
+    assert store.worth(2048)
+    assert not store.worth(2049)
+    assert not FeatureStore(0).worth(1)
 
 
 def observation(**changes: Any) -> dict[str, Any]:

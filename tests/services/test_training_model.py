@@ -328,7 +328,7 @@ def test_demonstrations_seen_before_are_not_encoded_again_and_give_the_same_bits
 
     async def trained(how: str, seeds: tuple[int, ...] = (0, 0, 0, 1)) -> tuple[Parameters, list[int], dict[str, int]]:
         folder = tmp_path / how
-        service = TrainingModelService(str(folder), BASES, 4, max_feature_bytes=1 << 20)
+        service = TrainingModelService(str(folder), BASES, 4, max_feature_bytes=4 << 20)
         config = reusing(backend("a"), how)
         await opened(service, folder, config)
         forwards, rows = Forwards(service, monkeypatch), []
@@ -351,7 +351,7 @@ def test_kept_features_are_a_tenants_own_unless_it_shares_them(tmp_path: Path, m
 
     async def rows_of_second(how: str) -> int:
         folder = tmp_path / how
-        service = TrainingModelService(str(folder), BASES, 4, max_feature_bytes=1 << 20)
+        service = TrainingModelService(str(folder), BASES, 4, max_feature_bytes=4 << 20)
         forwards = Forwards(service, monkeypatch)
         for tenant in "ab":
             before = forwards.rows

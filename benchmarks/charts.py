@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 
@@ -24,7 +25,7 @@ def bars(path: Path, groups: Sequence[str], series: Mapping[str, Sequence[float]
     width = 0.8 / len(series)
     for i, (name, values) in enumerate(series.items()):
         places = np.arange(len(groups)) + (i - (len(series) - 1) / 2) * width
-        axes.bar_label(axes.bar(places, values, width, label=name), fmt="%.3g", fontsize=8)
+        axes.bar_label(axes.bar(places, values, width, label=name), fmt="{:,.4g}", fontsize=8)
     axes.set_xticks(np.arange(len(groups)), groups)
     axes.set_ylabel(unit)
     axes.set_title(title, fontsize=11)
@@ -42,15 +43,27 @@ def lines(
     title: str,
     *,
     marked: bool = True,
+    overlaid: Collection[str] = (),
 ) -> None:
-    """Curves {name: (xs, ys)} in one picture, each point `marked` by a dot."""
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    """Curves {name: (xs, ys)} in one picture, each point `marked` by a dot; those `overlaid` are dotted and black."""
+    figure = Figure(figsize=(8.4, 3.8), layout="constrained")
     axes = figure.subplots()
-    for name, (xs, ys) in curves.items():
-        axes.plot(xs, ys, marker="o" if marked else None, markersize=3, linewidth=1.2, label=name)
+    colours = colormaps["tab20"]
+    for number, (name, (xs, ys)) in enumerate(curves.items()):
+        above = name in overlaid
+        axes.plot(
+            xs,
+            ys,
+            marker="o" if marked else None,
+            markersize=3,
+            color="black" if above else colours(number),
+            linestyle=(0, (1, 4)) if above else "-",
+            linewidth=1.2,
+            label=name,
+        )
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_title(title, fontsize=11)
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -321,7 +321,7 @@ def draw(found: report.Report, path: Path) -> None:
         for kind in MODULES:
             for rows in (LOCAL_BATCHES[0], LOCAL_BATCHES[-1]):
                 points = [r for r in found.rows if (r["base"], r["module"], r["local_batch"]) == (size, kind, rows)]
-                speedups[f"{kind}, {size} base, batch {rows}"] = (
+                speedups[f"{kind} {size} base, batch {rows}"] = (
                     [p["tenants"] for p in points],
                     [p["speedup"] for p in points],
                 )
@@ -337,6 +337,7 @@ def draw(found: report.Report, path: Path) -> None:
         "loss, mean of 16 steps",
         "Four pi tenants, grouped and serial (the curves lie on one another)",
         marked=False,
+        overlaid=[name for name in smooth if name.startswith("serial")],
     )
 
 

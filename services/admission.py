@@ -139,6 +139,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         if training.environment is not None:
             _check_renderer(faults, "environment", training.environment, cluster)
     _check_learning(faults, workload)
+    _check_reuse(faults, workload)
     if base is not None:
         _check_heads(faults, base, workload.action_module)
     if base is not None and training is not None:
@@ -223,6 +224,16 @@ def _check_learning(faults: _Faults, workload: WorkloadSpec) -> None:
     if workload.task == "rl" and not module.learns_by_rl:
         possible = ", ".join(sorted(kind for kind, cls in MODULE_SPECS.items() if cls.learns_by_rl))
         faults.add("action_module.kind", module.kind, f"{possible} with task 'rl'", "choose one, or fine-tune it")
+
+
+def _check_reuse(faults: _Faults, workload: WorkloadSpec) -> None:
+    if workload.action_module.inside_base and workload.resources.reuse_features == "shared":
+        faults.add(
+            "resources.reuse_features",
+            "shared",
+            f"own or never with module {workload.action_module.kind!r}",
+            "change it: its features change with each of its updates, and none are kept",
+        )
 
 
 def _check_widths(faults: _Faults, workload: WorkloadSpec, training: TrainingInterface) -> None:

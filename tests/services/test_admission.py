@@ -241,3 +241,10 @@ def test_an_experts_heads_are_held_against_the_bases(tmp_path: Path) -> None:
         "action_module.heads: got 3; possible: multiples of 2, the key/value heads of 'tiny-qwen3-vl'; change them"
     )
     assert not [f for f in refused(workload(action_module=pi, base_model="tiny-paligemma"), tmp_path) if "heads" in f]
+
+
+def test_a_module_inside_the_base_shares_no_features(tmp_path: Path) -> None:
+    lora = {"kind": "lora", "horizon": 1, "action_width": 2, "state_width": 2, "proprioception": "head"}
+    admit(workload(action_module=lora), Home(tmp_path), LAPTOP)
+    (fault,) = refused(workload(action_module=lora, resources__reuse_features="shared"), tmp_path)
+    assert fault.startswith("resources.reuse_features: got 'shared'; possible: own or never with module 'lora'; ")

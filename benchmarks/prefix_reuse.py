@@ -19,23 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import report
+from benchmarks import report, training_jobs
 from benchmarks.charts import bars
 from configs import presets
 from configs.algorithm import AdamSpec, PpoSpec, SftSpec
-from configs.backend import BackendConfig, PolicyConfig
-from configs.environment import CameraSpec, StatisticsSpec
+from configs.backend import BackendConfig
 from configs.home import PROJECT_ROOT, Home
 from configs.model import ActionModuleSpec, Gr00tSpec, OftSpec, PiSpec
-from configs.signature import prefix_key, schema_signature
-from configs.workload import LimitsSpec, OutputsSpec, ResourcesSpec
+from configs.workload import OutputsSpec, ResourcesSpec
 from kernels import action_modules, backbones
 from services.rollout import FEATURE
 from services.training_model import TrainingModelService
 from storage.partitions import PartitionStore
 
 STATE, ACTION = 25, 4
-INSTRUCTION = "push the cube to the target"
 WIDTHS: dict[str, Any] = {"action_width": ACTION, "state_width": STATE, "proprioception": "head"}
 MODULES: dict[str, ActionModuleSpec] = {
     "oft": OftSpec(horizon=2, **WIDTHS),
@@ -44,35 +41,16 @@ MODULES: dict[str, ActionModuleSpec] = {
 }
 
 
-def _backend(module: ActionModuleSpec, task: str, reuse: str, samples: int, microbatch: int) -> BackendConfig:
-    base = presets.base_model("tiny-qwen3-vl")
-    cameras = (CameraSpec(name="base", height=base.image_height, width=base.image_width),)
+def _backend(module: ActionModuleSpec, task: str, way: str, samples: int, microbatch: int) -> BackendConfig:
     adam = AdamSpec(learning_rate=1e-3)
     sft = SftSpec(jobs=1000, batches_per_job=samples // microbatch, microbatch_size=microbatch, optimizer=adam)
     ppo = PpoSpec(jobs=1000, num_envs=8, rollout_steps=samples // 8, microbatch_size=microbatch, optimizer=adam)
-    policy = PolicyConfig(
-        tenant=f"{module.kind}-{task}-{reuse}",
-        base_model=base,
-        action_module=module,
-        cameras=cameras,
-        state=StatisticsSpec(mean=(0.0,) * STATE, std=(1.0,) * STATE),
-        action=StatisticsSpec(mean=(0.0,) * ACTION, std=(1.0,) * ACTION),
-        seed=0,
-        schema_signature=schema_signature(base, module, cameras, light_visuals=False),
-    )
-    return BackendConfig(
-        policy_key=f"{policy.tenant}.{task}",
-        task="sft" if task == "sft" else "rl",
-        policy=policy,
-        prefix_key=prefix_key(base),
-        algorithm=sft if task == "sft" else ppo,
-        sample_count=samples,
-        environment=presets.environment("pushcube") if task == "rl" else None,
-        dataset=None,
-        evaluation=None,
-        evaluation_environment=None,
-        limits=LimitsSpec(),
-        resources=ResourcesSpec(reuse_features="own" if reuse == "kept" else "never"),
+    return training_jobs.backend(
+        f"{module.kind}-{task}-{way}",
+        module,
+        sft if task == "sft" else ppo,
+        samples,
+        resources=ResourcesSpec(reuse_features="own" if way == "kept" else "never"),
         outputs=OutputsSpec(checkpoint_every_jobs=1000),
     )
 
@@ -110,31 +88,13 @@ async def _seconds(
     service: TrainingModelService, store: PartitionStore, config: BackendConfig, data: dict[str, Any], turn: int
 ) -> float:
     """Of one `train_job` on a new partition of the same samples."""
-    name = f"{config.policy.tenant}-{turn}"
-    job: dict[str, Any] = {
-        "job_id": name,
-        "created_seq": turn,
-        "partition_id": name,
-        "policy_key": config.policy_key,
-        "tenant_id": config.policy.tenant,
-        "task_type": config.task,
-        "metadata": {"schema_signature": config.policy.schema_signature},
-    }
-    store.put(
-        name,
-        data,
-        tenant_id=config.policy.tenant,
-        schema_signature=config.policy.schema_signature,
-        policy_version=None,
-        chunk=config.algorithm.microbatch_size,
-        instructions=[INSTRUCTION],
-    )
+    job = training_jobs.put(store, config, data, turn)
     if config.task == "rl":
         await service.compute_advantages(job)
     begun = time.perf_counter()
     await service.train_job(job)
     took = time.perf_counter() - begun
-    store.clear(name)
+    store.clear(job["partition_id"])
     return took
 
 
@@ -146,7 +106,7 @@ async def _measure(folder: Path, arguments: argparse.Namespace, found: report.Re
     for kind, module in MODULES.items():
         if kind not in action_modules.MODULES:
             continue
-        seen = {"images": {"base": np.zeros((1, 64, 64, 3), np.uint8)}, "instructions": [INSTRUCTION]}
+        seen = {"images": {"base": np.zeros((1, 64, 64, 3), np.uint8)}, "instructions": [training_jobs.INSTRUCTION]}
         reads = action_modules.build(module, base, 0).reads
         size = backbone.encode(backbone.prepare(seen, ["base"]), reads).num_bytes
         for task in ("sft", "rl") if module.learns_by_rl else ("sft",):

@@ -18,28 +18,21 @@ from typing import Any
 import numpy as np
 from distributed import LocalCluster
 
-from benchmarks import report
+from benchmarks import report, training_jobs
 from benchmarks.peers import PlainPolicy, plain_sft
-from configs import presets
 from configs.algorithm import AdamSpec, SftSpec
-from configs.backend import BackendConfig, PolicyConfig
-from configs.environment import CameraSpec, StatisticsSpec
+from configs.backend import BackendConfig
 from configs.home import Home
 from configs.model import OftSpec
-from configs.signature import prefix_key, schema_signature
-from configs.workload import LimitsSpec, OutputsSpec, ResourcesSpec
 from services import lookup
 from services.training_model import TrainingModelService
 from storage.partitions import PartitionStore
 
 STATE, ACTION, HORIZON = 25, 4, 2
-INSTRUCTION = "push the cube to the target"
 
 
 def _config(batches: int, microbatch: int) -> BackendConfig:
-    base = presets.base_model("tiny-qwen3-vl")
     module = OftSpec(horizon=HORIZON, action_width=ACTION, state_width=STATE, proprioception="head")
-    cameras = (CameraSpec(name="base", height=base.image_height, width=base.image_width),)
     sft = SftSpec(
         jobs=1000,
         batches_per_job=batches,
@@ -47,31 +40,7 @@ def _config(batches: int, microbatch: int) -> BackendConfig:
         optimizer=AdamSpec(learning_rate=1e-3),
         cosine=False,
     )
-    policy = PolicyConfig(
-        tenant="bench",
-        base_model=base,
-        action_module=module,
-        cameras=cameras,
-        state=StatisticsSpec(mean=(0.0,) * STATE, std=(1.0,) * STATE),
-        action=StatisticsSpec(mean=(0.0,) * ACTION, std=(1.0,) * ACTION),
-        seed=0,
-        schema_signature=schema_signature(base, module, cameras, light_visuals=False),
-    )
-    return BackendConfig(
-        policy_key="bench.sft",
-        task="sft",
-        policy=policy,
-        prefix_key=prefix_key(base),
-        algorithm=sft,
-        sample_count=batches * microbatch,
-        environment=None,
-        dataset=None,
-        evaluation=None,
-        evaluation_environment=None,
-        limits=LimitsSpec(),
-        resources=ResourcesSpec(),
-        outputs=OutputsSpec(),
-    )
+    return training_jobs.backend("bench", module, sft, batches * microbatch)
 
 
 def _samples(count: int) -> dict[str, Any]:
@@ -101,29 +70,14 @@ async def _both(config: BackendConfig, folder: Path, turns: int) -> tuple[list[f
         actor: Any = await client.submit(TrainingModelService, str(folder), bases, 1, actor=True)
         await actor.open_slot(config.model_dump(mode="json"), str(folder / "tenant"), fresh=True)
         for turn in range(turns + 1):
-            job: dict[str, Any] = {
-                "job_id": f"bench-{turn}",
-                "created_seq": turn,
-                "partition_id": f"bench-{turn}",
-                "policy_key": config.policy_key,
-                "tenant_id": "bench",
-                "task_type": "sft",
-                "metadata": {"schema_signature": config.policy.schema_signature},
-            }
-            store.put(
-                job["partition_id"],
-                data,
-                tenant_id="bench",
-                schema_signature=config.policy.schema_signature,
-                policy_version=None,
-                chunk=config.algorithm.microbatch_size,
-                instructions=[INSTRUCTION],
-            )
+            job = training_jobs.put(store, config, data, turn)
             begun = time.perf_counter()
             await actor.train_job(job)
             ours.append(time.perf_counter() - begun)
             bare.append(
-                plain_sft(plain, config.algorithm, {**data, "instructions": [INSTRUCTION] * len(data["action"])})
+                plain_sft(
+                    plain, config.algorithm, {**data, "instructions": [training_jobs.INSTRUCTION] * len(data["action"])}
+                )
             )
             store.clear(job["partition_id"])
     return ours[1:], bare[1:]  # the first of each warms up

@@ -53,7 +53,7 @@ class BackendConfig(Spec):
         the whole prefix would be larger than the pictures by far.
         """
         module = self.policy.action_module
-        small = module.reads_action_tokens_only and not module.inside_base
+        small = module.reads == {"action_tokens"} and not module.inside_base
         return isinstance(self.algorithm, PpoSpec) and small and self.resources.reuse_features != "never"
 
     def scheduler_policy(self) -> dict[str, object]:

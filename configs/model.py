@@ -39,18 +39,22 @@ class BaseModelSpec(Spec):
     max_length: int = Field(default=512, gt=0, description="Longest padded token sequence.")
 
 
+Part = Literal["action_tokens", "tokens", "cache"]
+"""What an action module may read of a base's forward; see `kernels.features.VLAFeature`."""
+
+
 class _ModuleSpec(Spec):
     """What every action module declares.
 
     Attributes:
+        reads: parts of the base's features that it decodes from; the forward computes them for it.
         learns_by_rl: whether it gives log-probabilities and values.
         inside_base: whether parameters of it lie inside the base, so that features change with each of its updates.
-        reads_action_tokens_only: whether N × D numbers a sample are all it reads of the base.
     """
 
+    reads: ClassVar[frozenset[Part]]
     learns_by_rl: ClassVar[bool] = False
     inside_base: ClassVar[bool] = False
-    reads_action_tokens_only: ClassVar[bool] = False
 
     horizon: int = Field(gt=0, le=64, description="H, actions in a chunk.")
     action_width: int = Field(gt=0, description="A, width of one action; must equal the environment's or dataset's.")
@@ -63,8 +67,8 @@ class _ModuleSpec(Spec):
 class _OftHeadSpec(_ModuleSpec):
     """An OFT-style head's own fields."""
 
+    reads: ClassVar[frozenset[Part]] = frozenset({"action_tokens"})
     learns_by_rl: ClassVar[bool] = True
-    reads_action_tokens_only: ClassVar[bool] = True
 
     hidden_width: int = Field(default=256, gt=0, description="Width of the MLP.")
     residual_blocks: int = Field(default=2, ge=0, description="Residual blocks of the MLP.")
@@ -114,6 +118,8 @@ class Gr00tSpec(_ModuleSpec):
     Defaults are those published (StarVLA's QwenGR00T: DiT-B, after GR00T N1.5).
     """
 
+    reads: ClassVar[frozenset[Part]] = frozenset({"tokens"})
+
     kind: Literal["gr00t"] = "gr00t"
     hidden_width: int = Field(
         default=1024, gt=0, description="Width inside state encoder and action decoder, and between."
@@ -148,6 +154,8 @@ class PiSpec(_ModuleSpec):
 
     Defaults are those published (openpi: gemma_300m action expert, 10 Euler steps).
     """
+
+    reads: ClassVar[frozenset[Part]] = frozenset({"cache"})
 
     kind: Literal["pi"] = "pi"
     version: Literal["pi0", "pi05"] = Field(

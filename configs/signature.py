@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 
 from configs.environment import CameraSpec
 from configs.model import ActionModuleSpec, BaseModelSpec
@@ -47,6 +48,7 @@ def schema_signature(
     )
 
 
+@lru_cache(maxsize=1024)  # asked for every request
 def prefix_key(base: BaseModelSpec, length: int | None = None) -> str:
     """Digest of what must be equal for requests to share a forward: base, revision, tap, dtype, length bucket.
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from configs.errors import Conflict, refusal
+from configs.model import Part
 
 
 @dataclass(frozen=True, eq=False)  # eq would compare tensors
@@ -65,10 +66,6 @@ class PrefixBatch:
             self.pixels[first : first + sum(counts)],
             counts,
         )
-
-
-Part = Literal["action_tokens", "tokens", "cache"]
-"""What an action module may read of a base's forward; see `VLAFeature`."""
 
 
 @dataclass(frozen=True, eq=False)

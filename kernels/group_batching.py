@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from configs.errors import Conflict, refusal
-from kernels.features import Part, PrefixBatch, VLAFeature
+from configs.model import Part
+from kernels.features import PrefixBatch, VLAFeature
 
 
 def group(prefixes: Sequence[PrefixBatch]) -> tuple[PrefixBatch, list[slice]]:

@@ -20,11 +20,11 @@ import numpy as np
 from configs import seeds as seed_ranges
 from configs.backend import BackendConfig, PolicyConfig
 from configs.environment import EnvironmentSpec
-from configs.errors import EnvironmentFault, JoyNexusError
+from configs.errors import EnvironmentFault, JoyNexusError, UnknownObject
 from services import lookup
 from services.environment_client import SessionClient
 from services.rollout import Episodes, Observation, Policy, Prediction, Progress, collect_rollout, run_episodes
-from storage.partitions import EncodedFields, PartitionStore, encode_fields
+from storage.partitions import EncodedFields, PartitionStore, encode_fields, indexed_instructions
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,9 +52,10 @@ class EnvironmentLoops:
 
     async def written(self, partition_id: str) -> dict[str, Any] | None:
         """What `rollout` returned when it wrote the partition, or None."""
-        if partition_id not in await self._run(self._partitions.list):
+        try:
+            return dict((await self._run(self._partitions.attributes, partition_id)).labels)
+        except UnknownObject:
             return None
-        return dict((await self._run(self._partitions.attributes, partition_id)).labels)
 
     async def rollout(
         self, backend: BackendConfig, job: dict[str, Any], version: int, act: Policy, values: Policy
@@ -170,13 +171,10 @@ class EnvironmentLoops:
         instructions: list[str],
         summary: dict[str, Any],
     ) -> None:
-        distinct = sorted(set(instructions))
-        if len(distinct) > 1:
-            index = {text: i for i, text in enumerate(distinct)}
-            rest = {**rest, "instruction_index": np.array([index[i] for i in instructions], np.int32)}
+        distinct, index = indexed_instructions(instructions)
         self._partitions.put(
             job["partition_id"],
-            rest,
+            {**rest, **index},
             encoded=encoded,
             tenant_id=backend.policy.tenant,
             schema_signature=backend.policy.schema_signature,

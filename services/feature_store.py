@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.model import BaseModelSpec
+from configs.model import BaseModelSpec, Part
 from configs.signature import prefix_key
-from kernels.backbones import Backbone
-from kernels.features import Part, VLAFeature, concatenated
-from services.interface import Interface
+from kernels.features import VLAFeature, concatenated
 from services.rollout import rows_of
 
 SHARED = ""  # a scope no tenant's name can be
@@ -86,23 +84,31 @@ class KeptFeatures:
 
     def features(
         self,
-        backbone: Backbone,
-        interface: Interface,
+        base: BaseModelSpec,
         parts: Collection[Part],
         observation: Mapping[str, Any],
-        encode: Callable[[Backbone, Mapping[str, Any]], VLAFeature],
+        state_texts: Sequence[str] | None,
+        length: int,
+        encode: Callable[[Mapping[str, Any]], VLAFeature],
     ) -> VLAFeature:
-        """Features of an observation batch of one padded length; the base sees only those rows that are not there."""
-        texts = interface.state_texts(interface.proprioception(observation["proprioception"]))
-        (length,) = set(backbone.lengths(observation["instructions"], len(interface.cameras), texts))
-        if not self._store.worth(sample_bytes(backbone.spec, parts, length)):
-            return encode(backbone, observation)
-        keys = sample_keys(prefix_key(backbone.spec, length), parts, observation, texts)
+        """Features of an observation batch; the base sees only those rows that are not there.
+
+        Args:
+            base: that `encode` asks.
+            parts: of the features.
+            observation: rows of one padded length; see `sample_keys`.
+            state_texts: see `sample_keys`.
+            length: the rows' padded length.
+            encode: features of some of the rows.
+        """
+        if not self._store.worth(sample_bytes(base, parts, length)):
+            return encode(observation)
+        keys = sample_keys(prefix_key(base, length), parts, observation, state_texts)
         found = [self._store.get(self._scope, key) for key in keys]
         missing = [i for i, row in enumerate(found) if row is None]
         if missing:
             # In the host's memory: a module takes features from any device.
-            fresh = encode(backbone, rows_of(dict(observation), missing)).map(lambda tensor: tensor.cpu())
+            fresh = encode(rows_of(dict(observation), missing)).map(lambda tensor: tensor.cpu())
             for place, i in enumerate(missing):
                 row = fresh[place : place + 1]
                 found[i] = row

@@ -101,8 +101,8 @@ class GroupBatcher(Generic[Rq, Rs]):
         self._computing = False
         self._plan()  # first: the compute thread is idle
         results: Sequence[Rs | JoyNexusError]
-        error = None if done.cancelled() else done.exception()
-        if error is not None or done.cancelled():
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+        if error is not None:
             logger.error("a shared forward of %d requests on %s failed", len(taken), self._name, exc_info=error)
             results = [
                 JoyNexusError(f"inference: the shared forward failed ({error}); send the request again") for _ in taken

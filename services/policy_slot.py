@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from configs.algorithm import PpoSpec, SftSpec
@@ -120,10 +122,7 @@ class PolicySlot:
             once = {"epochs": 1} if isinstance(algorithm, PpoSpec) else {"passes": 1}
             algorithm = algorithm.model_copy(update={"microbatch_size": len(data["action"]), **once})
         if isinstance(algorithm, SftSpec):
-            reuse = backend.resources.reuse_features
-            scope = SHARED if reuse == "shared" else self.config.tenant
-            allowed = store is not None and reuse != "never" and not self.config.action_module.inside_base
-            kept = KeptFeatures(store, scope) if allowed and store is not None else None
+            kept = None if store is None else self._kept(store, backend)
             metrics = slot._sft(backbone, optimizer, algorithm, data, kept)
         else:
             metrics = slot._ppo(backbone, optimizer, algorithm, data)
@@ -218,18 +217,14 @@ class PolicySlot:
         places, parts = np.argsort(lengths, kind="stable"), []
         for length in np.unique(lengths):
             of_length = places[lengths[places] == length]
-            for start in range(0, len(of_length), ENCODE_ROWS):
-                some = index[of_length[start : start + ENCODE_ROWS]]
-                observation = {
-                    "images": {n.removeprefix("image."): a[some] for n, a in data.items() if n.startswith("image.")},
-                    "proprioception": data["proprioception"][some],
-                    "instructions": [data["instructions"][i] for i in some],
-                }
-                parts.append(
-                    self._encode(backbone, observation)
-                    if kept is None
-                    else kept.features(backbone, self._interface, self.module.reads, observation, self._encode)
-                )
+            for chunk in np.split(of_length, range(ENCODE_ROWS, len(of_length), ENCODE_ROWS)):
+                seen = _observation(data, index[chunk])
+                if kept is None:
+                    parts.append(self._encode(backbone, seen))
+                    continue
+                of_chunk = None if texts is None else [texts[i] for i in chunk]
+                encode = partial(self._encode, backbone)
+                parts.append(kept.features(backbone.spec, self.module.reads, seen, of_chunk, int(length), encode))
         found = concatenated(parts)
         return found if (places[1:] > places[:-1]).all() else found[torch.from_numpy(np.argsort(places))]
 
@@ -238,6 +233,13 @@ class PolicySlot:
         if (adapter := self.module.adapter) is None:
             return backbone.encode(prefix, self.module.reads)
         return backbone.features(prefix, self.module.reads, [(slice(0, prefix.rows), adapter)])
+
+    def _kept(self, store: FeatureStore, backend: BackendConfig) -> KeptFeatures | None:
+        """The scope of the store that the workload uses; None where features may not be kept."""
+        reuse = backend.resources.reuse_features
+        if reuse == "never" or self.config.action_module.inside_base:
+            return None
+        return KeptFeatures(store, SHARED if reuse == "shared" else self.config.tenant)
 
     # checkpoints
 
@@ -287,6 +289,15 @@ class PolicySlot:
                 if state:
                     optimizer.adam.state[parameter] = state
         return slot
+
+
+def _observation(data: Mapping[str, Any], rows: NDArray[np.integer[Any]]) -> dict[str, Any]:
+    """What was seen in some rows of a partition's fields."""
+    return {
+        "images": {n.removeprefix("image."): a[rows] for n, a in data.items() if n.startswith("image.")},
+        "proprioception": data["proprioception"][rows],
+        "instructions": [data["instructions"][i] for i in rows],
+    }
 
 
 def training_fields(backend: BackendConfig) -> list[str]:

@@ -13,7 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from configs.errors import Conflict, SpecError, refusal
@@ -67,11 +67,8 @@ def new_folder(final: Path, what: str, *, synced: bool = True) -> Iterator[Path]
 
 def remove_folder(folder: Path) -> bool:
     """Remove `folder` so that no reader sees half of it; False if it was not there."""
-    leaving = folder.parent / WRITING / f"{folder.name}.{uuid.uuid4().hex}.removed"
-    leaving.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.rename(folder, leaving)
-    except FileNotFoundError:
+    leaving = _set_aside(folder)
+    if leaving is None:
         return False
     shutil.rmtree(leaving, ignore_errors=True)
     return True
@@ -84,21 +81,30 @@ def replace_folder(new: Path, final: Path) -> None:
     folders whole under `.writing`.
     """
     while True:
-        leaving = final.parent / WRITING / f"{final.name}.{uuid.uuid4().hex}.removed"
-        leaving.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            os.rename(final, leaving)
+        leaving = _set_aside(final)
         try:
             os.rename(new, final)
+            return
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another one was faster: it is replaced too
+                if leaving is not None:
+                    os.rename(leaving, final)
+                    leaving = None
+                raise
+        finally:
+            if leaving is not None:
                 shutil.rmtree(leaving, ignore_errors=True)
-                continue  # another one was faster: it is replaced in its turn
-            if leaving.is_dir():
-                os.rename(leaving, final)
-            raise
-        shutil.rmtree(leaving, ignore_errors=True)
-        return
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Rename `folder` to where no reader looks; None if it was not there."""
+    leaving = folder.parent / WRITING / f"{folder.name}.{uuid.uuid4().hex}.removed"
+    leaving.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.rename(folder, leaving)
+    except FileNotFoundError:
+        return None
+    return leaving
 
 
 def sweep(parent: Path, older_than_s: float = 0.0) -> int:

@@ -191,6 +191,18 @@ def check_encoded(partition_id: str, rest: Arrays, encoded: Arrays, chunk: int, 
         raise SpecError(refusal(where, chunk, str(encoded_chunk), "encode with the same"))
 
 
+def indexed_instructions(of_rows: Sequence[str]) -> tuple[list[str], dict[str, NDArray[np.int32]]]:
+    """The instructions of rows as a partition holds them: the distinct ones, and the field that points into them.
+
+    There is no field where all rows have one instruction; `PartitionAttributes.row_instructions` is the way back.
+    """
+    distinct = sorted(set(of_rows))
+    if len(distinct) <= 1:
+        return distinct, {}
+    place = {text: i for i, text in enumerate(distinct)}
+    return distinct, {"instruction_index": np.array([place[text] for text in of_rows], np.int32)}
+
+
 def check_instructions(partition_id: str, arrays: Arrays, instructions: Sequence[str]) -> None:
     """Hold the field `instruction_index` against the instructions it points into.
 

@@ -43,6 +43,7 @@ from storage.partition_format import (
     check_tags,
     checked_fields,
     encode_attributes,
+    indexed_instructions,
     read_attributes,
     tags,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "PartitionStore",
     "SampleMetadata",
     "encode_fields",
+    "indexed_instructions",
 ]
 
 _Stage = tuple[str, str]  # (partition_id, task_name)

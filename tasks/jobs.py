@@ -16,7 +16,7 @@ from configs.algorithm import PpoSpec, SftSpec
 from configs.errors import Conflict, JoyNexusError, LeaseLost, ServiceUnavailable
 from services import lookup
 from storage.demonstrations import LeRobotDataset
-from storage.partitions import PartitionStore
+from storage.partitions import PartitionStore, indexed_instructions
 from storage.sample_order import sample_indices
 from tasks.connection import Platform
 from tasks.leases import renewed
@@ -157,17 +157,12 @@ def _put_demonstrations(platform: Platform, tenant: OpenedTenant, dataset: LeRob
     start = int(job["metadata"]["batch"]) * job["sample_count"]
     indices = sample_indices(len(dataset), start, job["sample_count"], algorithm.seed)
     sample = dataset.sample(indices, backend.policy.action_module.horizon)
-    distinct = sorted(set(sample["instructions"]))
+    distinct, index = indexed_instructions(sample["instructions"])
     data = {f"image.{name}": image for name, image in sample["images"].items()}
     data |= {name: sample[name] for name in ("proprioception", "action", "action_is_pad")}
-    if len(distinct) > 1:
-        import numpy as np
-
-        place = {text: i for i, text in enumerate(distinct)}
-        data["instruction_index"] = np.array([place[i] for i in sample["instructions"]], np.int32)
     PartitionStore(platform.home.partitions).put(
         job["partition_id"],
-        data,
+        data | index,
         tenant_id=backend.policy.tenant,
         schema_signature=backend.policy.schema_signature,
         policy_version=None,

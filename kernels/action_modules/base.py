@@ -6,14 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from configs.errors import Conflict, SpecError, TenantFault, refusal
-from kernels.features import Part, VLAFeature
+from configs.model import ActionModuleSpec, Part
+from kernels.features import VLAFeature
 from kernels.lora import LoraWeights
 
 
@@ -58,19 +58,27 @@ class ActionModule(nn.Module, ABC):
     are. Gradients find their way back. Where everything is on the CPU nothing is copied.
 
     Attributes:
+        spec: as it was declared.
         adapter: what the module changes inside the base, a part of its parameters; whoever encodes for it passes this
             to the base. Features of a module with an adapter are those of its present parameters: they are computed
             with gradient where it trains, and not kept across optimizer steps. None: the frozen base's features.
     """
 
-    reads: ClassVar[frozenset[Part]]
-    """Parts of the base's features that it decodes from; the forward computes them for it."""
-    learns_by_rl: ClassVar[bool]
-    """Whether `act` gives log-probabilities and values and `evaluate` scores actions."""
+    spec: ActionModuleSpec
 
     def __init__(self) -> None:
         super().__init__()
         self.adapter: LoraWeights | None = None
+
+    @property
+    def reads(self) -> frozenset[Part]:
+        """Parts of the base's features that it decodes from."""
+        return self.spec.reads
+
+    @property
+    def learns_by_rl(self) -> bool:
+        """Whether `act` gives log-probabilities and values and `evaluate` scores actions."""
+        return self.spec.learns_by_rl
 
     @property
     def device(self) -> torch.device:

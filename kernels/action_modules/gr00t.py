@@ -78,8 +78,7 @@ class Gr00tModule(ActionModule):
         seed: of the initial parameters.
     """
 
-    reads = frozenset({"tokens"})
-    learns_by_rl = False
+    spec: Gr00tSpec
 
     def __init__(self, spec: Gr00tSpec, base_hidden_width: int, seed: int = 0) -> None:
         super().__init__()

@@ -75,6 +75,8 @@ class OftModule(ActionModule):
         generator: draws the initial parameters.
     """
 
+    spec: OftSpec | LoraSpec
+
     def __init__(
         self, spec: OftSpec | LoraSpec, base_hidden_width: int, num_action_tokens: int, generator: torch.Generator
     ) -> None:
@@ -94,9 +96,6 @@ class OftModule(ActionModule):
         self.policy.initialise(generator, spec.final_layer_scale)
         self.value.initialise(generator, 1.0)
         nn.init.constant_(self.log_std, spec.initial_log_std)
-
-    reads = frozenset({"action_tokens"})
-    learns_by_rl = True
 
     @classmethod
     def build(cls, spec: OftSpec, base: BaseModelSpec, seed: int) -> OftModule:

@@ -52,6 +52,8 @@ class PiModule(ActionModule):
         SpecError: if the query heads are no multiple of the base's key/value heads.
     """
 
+    spec: PiSpec
+
     def __init__(self, spec: PiSpec, base: BaseModelSpec, seed: int = 0) -> None:
         super().__init__()
         self.spec = spec
@@ -78,9 +80,6 @@ class PiModule(ActionModule):
             self.action_out = RowLinear(width, spec.action_width)
         self.to_empty(device="cpu")
         self._initialise(torch.Generator().manual_seed(seed))
-
-    reads = frozenset({"cache"})
-    learns_by_rl = False
 
     @classmethod
     def build(cls, spec: PiSpec, base: BaseModelSpec, seed: int) -> PiModule:

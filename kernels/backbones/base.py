@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import logging as transformers_logging
 
 from configs.errors import SpecError, TenantFault, refusal
-from configs.model import BaseModelSpec
+from configs.model import BaseModelSpec, Part
 from kernels.backbones.taps import FinalNormTap
-from kernels.features import Part, PrefixBatch, PrefixCache, VLAFeature
+from kernels.features import PrefixBatch, PrefixCache, VLAFeature
 from kernels.lora import Adapters, GroupedLora
 from kernels.pictures import Pictures
 from kernels.prompts import PromptBuilder

@@ -14,6 +14,7 @@ from distributed import Client
 from configs import presets
 from configs.home import Home
 from configs.platform import PlatformAddresses
+from configs.requests import CollectRequest
 from configs.workload import WorkloadSpec
 from joynexus.prefect_api import TERMINAL_STATES, PrefectApi
 from services import lookup
@@ -67,6 +68,13 @@ async def running(platform: PlatformAddresses, home: Home) -> AsyncIterator[Runn
     """Connect."""
     async with PrefectApi(platform.prefect_api_url) as api, await lookup.connect(platform.dask_scheduler) as client:
         yield Running(api, client, home)
+
+
+async def collect(platform: PlatformAddresses, home: Home, dataset: str) -> None:
+    """A few demonstrations of Reach-v0, by the flow."""
+    async with running(platform, home) as here:
+        request = CollectRequest(dataset=dataset, environment="reach", episodes=6, hosts=1)
+        await here.completed(await here.api.start("collect", {"request": request.model_dump(mode="json")}))
 
 
 def workload(preset: str, tenant: str, **algorithm: Any) -> WorkloadSpec:

@@ -10,11 +10,11 @@ import pytest
 from configs import presets
 from configs.home import Home
 from configs.platform import PlatformAddresses
-from configs.requests import CollectRequest, EvaluateRequest
+from configs.requests import EvaluateRequest
 from configs.workload import EvaluationSpec, WorkloadSpec
 from services import lookup
 from storage.partitions import PartitionStore
-from tests.flows.running import running, workload
+from tests.flows.running import collect, running, workload
 
 DATASET = "families"
 HELD_OUT = EvaluationSpec(environment="reach", episodes=4, first_seed=45_000, num_envs=4)
@@ -38,12 +38,7 @@ def spec(preset: str, tenant: str, kind: str, base: str, **algorithm: Any) -> Wo
 
 @pytest.fixture(scope="module")
 def dataset(platform: PlatformAddresses, home: Home) -> None:
-    async def collect() -> None:
-        async with running(platform, home) as here:
-            request = CollectRequest(dataset=DATASET, environment="reach", episodes=6, hosts=1)
-            await here.completed(await here.api.start("collect", {"request": request.model_dump(mode="json")}))
-
-    asyncio.run(collect())
+    asyncio.run(collect(platform, home, DATASET))
 
 
 @pytest.mark.usefixtures("dataset")

@@ -29,7 +29,7 @@ from services.mirror_state import prefect_state
 from storage.checkpoints import CheckpointStore
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
-from tests.flows.running import Running, running, workload
+from tests.flows.running import Running, collect, running, workload
 
 DATASET = "reach-tests"
 SMALL = {"jobs": 2, "num_envs": 4, "rollout_steps": 8, "epochs": 1, "microbatch_size": 16}
@@ -47,13 +47,7 @@ def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 @pytest.fixture(scope="module")
 def dataset(platform: PlatformAddresses, home: Home) -> str:
     """A few demonstrations of Reach-v0, collected by the flow."""
-
-    async def collect() -> None:
-        async with running(platform, home) as here:
-            request = CollectRequest(dataset=DATASET, environment="reach", episodes=6, hosts=1)
-            await here.completed(await here.api.start("collect", {"request": request.model_dump(mode="json")}))
-
-    asyncio.run(collect())
+    asyncio.run(collect(platform, home, DATASET))
     return DATASET
 
 

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import presets
 from configs.errors import Conflict, SpecError, TenantFault
-from configs.model import ActionModuleSpec, Gr00tSpec, LoraSpec, OftSpec, PiSpec
+from configs.model import ActionModuleSpec, Gr00tSpec, LoraSpec, OftSpec, Part, PiSpec
 from kernels import action_modules
 from kernels.action_modules import ActionModule, export_parameters, load_parameters
-from kernels.features import Part, PrefixCache, VLAFeature
+from kernels.features import PrefixCache, VLAFeature
 from kernels.losses import PpoCounts, ppo, sft_valid_count
 
 BASE = presets.base_model("tiny-qwen3-vl")

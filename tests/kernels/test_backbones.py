@@ -15,10 +15,10 @@ from torch import Tensor
 from configs import presets
 from configs.errors import SpecError, TenantFault
 from configs.home import PROJECT_ROOT
-from configs.model import BaseModelSpec
+from configs.model import BaseModelSpec, Part
 from kernels import backbones, tiny_paligemma, tiny_qwen3_vl
 from kernels.backbones import FAMILIES, Backbone
-from kernels.features import Part, VLAFeature
+from kernels.features import VLAFeature
 from kernels.group_batching import group, split
 from tests.kernels.conftest import TINY, observation, pictures
 

@@ -51,6 +51,20 @@ def batcher(forward: Forwards, max_batch_size: int = 8, batch_timeout_s: float =
     return GroupBatcher("tiny", forward, spec, ThreadPoolExecutor(1))
 
 
+async def occupied(group: GroupBatcher[str, str], forward: Forwards, rows: int = 1) -> asyncio.Task[str]:
+    """Request "a", whose forward has begun and goes on until `forward.open` is set."""
+    forward.open.clear()
+    first = asyncio.create_task(group.submit("k", rows, "a"))
+    await forward.entered()
+    return first
+
+
+async def waiting(group: GroupBatcher[str, str], rows: int) -> None:
+    """So many rows wait."""
+    while group.waiting_rows < rows:
+        await asyncio.sleep(0)
+
+
 def test_what_arrives_in_one_turn_of_the_loop_shares_a_forward_without_waiting() -> None:
     forward = Forwards()
 
@@ -68,12 +82,9 @@ def test_the_next_batch_fills_while_a_forward_runs() -> None:
 
     async def main() -> None:
         group = batcher(forward)
-        forward.open.clear()
-        first = asyncio.create_task(group.submit("k", 1, "a"))
-        await forward.entered()
+        first = await occupied(group, forward)
         later = [asyncio.create_task(group.submit("k", 1, r)) for r in "bc"]
-        while group.waiting_rows < 2:
-            await asyncio.sleep(0)
+        await waiting(group, 2)
         assert forward.batches == [["a"]]
         forward.open.set()
         assert await asyncio.gather(first, *later) == ["A", "B", "C"]
@@ -109,12 +120,9 @@ def test_waiting_counts_from_the_oldest_request() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         group = batcher(forward, max_batch_size=4, batch_timeout_s=0.2)
-        forward.open.clear()
-        first = asyncio.create_task(group.submit("k", 4, "a"))
-        await forward.entered()
+        first = await occupied(group, forward, rows=4)
         second = asyncio.create_task(group.submit("k", 1, "b"))
-        while group.waiting_rows < 1:
-            await asyncio.sleep(0)
+        await waiting(group, 1)
         came = loop.time()
         await asyncio.sleep(0.25)
         forward.open.set()
@@ -150,12 +158,9 @@ def test_a_request_nobody_waits_for_any_more_is_not_computed() -> None:
 
     async def main() -> None:
         group = batcher(forward)
-        forward.open.clear()
-        first = asyncio.create_task(group.submit("k", 1, "a"))
-        await forward.entered()
+        first = await occupied(group, forward)
         gone = asyncio.create_task(group.submit("k", 1, "gone"))
-        while group.waiting_rows < 1:
-            await asyncio.sleep(0)
+        await waiting(group, 1)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         forward.open.set()
@@ -172,12 +177,9 @@ def test_the_queue_is_bounded() -> None:
 
     async def main() -> None:
         group = batcher(forward)
-        forward.open.clear()
-        first = asyncio.create_task(group.submit("k", 1, "a"))
-        await forward.entered()
+        first = await occupied(group, forward)
         full = asyncio.create_task(group.submit("k", MAX_WAITING_ROWS, "b"))
-        while group.waiting_rows < MAX_WAITING_ROWS:
-            await asyncio.sleep(0)
+        await waiting(group, MAX_WAITING_ROWS)
         with pytest.raises(AdmissionRefused, match="send again later"):
             await group.submit("k", 1, "c")
         forward.open.set()

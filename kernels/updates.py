@@ -45,10 +45,26 @@ class Optimizer:
         Raises:
             TenantFault: if loss or gradient is not finite; the parameters are as before.
         """
+        self.begin(loss)
+        loss.backward()
+        return self.finish(parameters)
+
+    def begin(self, loss: Tensor) -> None:
+        """Make ready for the backward pass of `loss`.
+
+        Raises:
+            TenantFault: if it is not finite.
+        """
         if not math.isfinite(loss.item()):
             raise TenantFault(f"loss: got {loss.item()} at step {self.steps}; possible: finite numbers; check the data")
         self.adam.zero_grad(set_to_none=True)
-        loss.backward()
+
+    def finish(self, parameters: Sequence[Tensor]) -> float:
+        """Clip and step after the backward pass; returns the gradient's norm before clipping.
+
+        Raises:
+            TenantFault: if the gradient is not finite; the parameters are as before.
+        """
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm))
         if not math.isfinite(norm):
             raise TenantFault(
@@ -82,6 +98,102 @@ def new_optimizer(module: ActionModule, algorithm: SftSpec | PpoSpec) -> Optimiz
     return Optimizer(adam, spec.max_grad_norm, spec.learning_rate, 0, total)
 
 
+class SftUpdate:
+    """One tenant's supervised update of one job, one optimizer step a microbatch: consecutive ones first, then shuffled
+    passes. A step is `rows` → their features → `loss` → its backward pass → `finish`, so that whoever drives several
+    tenants' updates shares what lies between.
+
+    Args:
+        module: trained in place.
+        optimizer: of the module.
+        proprioception: normalised, float32 [n, S].
+        action: normalised, float32 [n, H, A].
+        is_pad: bool [n, H].
+        microbatch_size: samples of one step.
+        passes: over the samples; features of the first are kept for the others, but of a module with an adapter, whose
+            features change with it.
+        generator: shuffles the passes after the first, and draws what the module's loss asks for; its state moves on.
+
+    Attributes:
+        rows: samples of the present step; None after the last.
+    """
+
+    def __init__(
+        self,
+        module: ActionModule,
+        optimizer: Optimizer,
+        *,
+        proprioception: Tensor,
+        action: Tensor,
+        is_pad: Tensor,
+        microbatch_size: int,
+        passes: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.module = module.train()
+        self._optimizer = optimizer
+        self._proprioception, self._action, self._is_pad = proprioception, action, is_pad
+        self._generator = generator
+        self._parameters = list(module.parameters())
+        self._keeps = passes > 1 and module.adapter is None
+        self._first_pass: list[VLAFeature] = []
+        self._all: VLAFeature | None = None
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._order = self._microbatches(microbatch_size, passes)
+        self.rows: slice | Tensor | None = next(self._order, None)
+
+    @property
+    def kept(self) -> VLAFeature | None:
+        """Features of the present rows, from the first pass; None: they have to be encoded."""
+        if not self._keeps or self.rows is None or isinstance(self.rows, slice):
+            return None
+        if self._all is None:
+            self._all = concatenated(self._first_pass)
+        return self._all[self.rows]
+
+    def loss(self, feature: VLAFeature) -> Tensor:
+        """Of the present rows, with gradient; whoever drives the update runs its backward pass.
+
+        Raises:
+            TenantFault: if it is not finite.
+        """
+        assert self.rows is not None
+        if self._keeps and isinstance(self.rows, slice):
+            self._first_pass.append(feature)
+        action, is_pad = self._action[self.rows], self._is_pad[self.rows]
+        count = sft_valid_count(is_pad, action.shape[2])
+        loss = self.module.imitation_loss(
+            feature, self._proprioception[self.rows], action, is_pad, count, self._generator
+        )
+        self._optimizer.begin(loss)
+        self._losses.append(loss.item())
+        return loss
+
+    def finish(self) -> None:
+        """The optimizer step after the backward pass; the next rows' turn comes.
+
+        Raises:
+            TenantFault: if the gradient is not finite; the parameters are as before.
+        """
+        self._norms.append(self._optimizer.finish(self._parameters))
+        self.rows = next(self._order, None)
+
+    def metrics(self) -> dict[str, float]:
+        """{"loss", "grad_norm"}, means over the steps."""
+        return {
+            "loss": sum(self._losses) / len(self._losses),
+            "grad_norm": sum(self._norms) / len(self._norms),
+        }
+
+    def _microbatches(self, size: int, passes: int) -> Iterator[slice | Tensor]:
+        count = len(self._action)
+        for start in range(0, count, size):
+            yield slice(start, min(start + size, count))
+        for _ in range(passes - 1):
+            yield from torch.randperm(count, generator=self._generator).split(size)
+
+
 def sft_update(
     module: ActionModule,
     optimizer: Optimizer,
@@ -94,45 +206,30 @@ def sft_update(
     passes: int = 1,
     generator: torch.Generator | None = None,
 ) -> dict[str, float]:
-    """One optimizer step a microbatch on the module's imitation loss: consecutive ones first, then shuffled passes.
+    """A whole `SftUpdate` of one tenant alone; returns its metrics.
 
     Args:
-        module: trained in place.
-        optimizer: of the module.
-        encode: called once a sample, whatever the passes; for a module with an adapter, whose features change with
-            it, once a sample and pass.
-        proprioception: normalised, float32 [n, S].
-        action: normalised, float32 [n, H, A].
-        is_pad: bool [n, H].
-        microbatch_size: samples of one step.
-        passes: over the samples; features of the first are kept for the others.
-        generator: shuffles the passes after the first, and draws what the module's loss asks for; its state moves on.
+        encode: called once a sample, whatever the passes; for a module with an adapter once a sample and pass.
+        module, optimizer, proprioception, action, is_pad, microbatch_size, passes, generator: see `SftUpdate`.
 
-    Returns:
-        {"loss", "grad_norm"}, means over the steps.
+    Raises:
+        TenantFault: if loss or gradient is not finite.
     """
-    module.train()
-    parameters = list(module.parameters())
-    losses, norms = [], []
-
-    def step(feature: VLAFeature, rows: slice | Tensor) -> None:
-        count = sft_valid_count(is_pad[rows], action.shape[2])
-        loss = module.imitation_loss(feature, proprioception[rows], action[rows], is_pad[rows], count, generator)
-        norms.append(optimizer.step(loss, parameters))
-        losses.append(loss.item())
-
-    kept: list[VLAFeature] = []
-    frozen = module.adapter is None
-    for rows in _consecutive(len(action), microbatch_size):
-        feature = encode(rows)
-        if passes > 1 and frozen:
-            kept.append(feature)
-        step(feature, rows)
-    for _ in range(passes - 1):
-        of_rows: Encode = concatenated(kept).__getitem__ if frozen else encode
-        for index in torch.randperm(len(action), generator=generator).split(microbatch_size):
-            step(of_rows(index), index)
-    return {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
+    update = SftUpdate(
+        module,
+        optimizer,
+        proprioception=proprioception,
+        action=action,
+        is_pad=is_pad,
+        microbatch_size=microbatch_size,
+        passes=passes,
+        generator=generator,
+    )
+    while update.rows is not None:
+        kept = update.kept
+        update.loss(encode(update.rows) if kept is None else kept).backward()
+        update.finish()
+    return update.metrics()
 
 
 def ppo_update(
@@ -211,8 +308,3 @@ def ppo_update(
             ):
                 sums[name] = sums.get(name, 0.0) + value
     return {name: value / steps for name, value in sums.items()}
-
-
-def _consecutive(count: int, size: int) -> Iterator[slice]:
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))

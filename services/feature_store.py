@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ import torch
 from configs.model import BaseModelSpec, Part
 from configs.signature import prefix_key
 from kernels.features import VLAFeature, concatenated
-from services.rollout import rows_of
 
 SHARED = ""  # a scope no tenant's name can be
 LEAST_SAMPLES = 1000
@@ -82,38 +82,60 @@ class KeptFeatures:
         self._store = store
         self._scope = scope
 
-    def features(
+    def look_up(
         self,
         base: BaseModelSpec,
         parts: Collection[Part],
         observation: Mapping[str, Any],
         state_texts: Sequence[str] | None,
         length: int,
-        encode: Callable[[Mapping[str, Any]], VLAFeature],
-    ) -> VLAFeature:
-        """Features of an observation batch; the base sees only those rows that are not there.
+    ) -> LookedUp:
+        """Which rows of an observation batch are there.
 
         Args:
-            base: that `encode` asks.
+            base: that the others will be asked of.
             parts: of the features.
             observation: rows of one padded length; see `sample_keys`.
             state_texts: see `sample_keys`.
             length: the rows' padded length.
-            encode: features of some of the rows.
         """
+        rows = len(observation["instructions"])
         if not self._store.worth(sample_bytes(base, parts, length)):
-            return encode(observation)
+            return LookedUp([None] * rows, None)
         keys = sample_keys(prefix_key(base, length), parts, observation, state_texts)
         found = [self._store.get(self._scope, key) for key in keys]
-        missing = [i for i, row in enumerate(found) if row is None]
-        if missing:
-            # In the host's memory: a module takes features from any device.
-            fresh = encode(rows_of(dict(observation), missing)).map(lambda tensor: tensor.cpu())
-            for place, i in enumerate(missing):
-                row = fresh[place : place + 1]
-                found[i] = row
-                self._store.put(self._scope, keys[i], row.map(torch.clone))  # a view would keep the batch in memory
-        return concatenated([row for row in found if row is not None])
+        return LookedUp(found, lambda row, feature: self._store.put(self._scope, keys[row], feature))
+
+
+@dataclass(frozen=True, eq=False)
+class LookedUp:
+    """Rows of an observation batch, some of them found.
+
+    Attributes:
+        found: a feature [1, …] a row, or None.
+        keep: takes a row and its feature; None where features of that size are not kept.
+    """
+
+    found: Sequence[VLAFeature | None]
+    keep: Callable[[int, VLAFeature], bool] | None
+
+    @property
+    def missing(self) -> list[int]:
+        """Rows that the base has to be asked for."""
+        return [i for i, row in enumerate(self.found) if row is None]
+
+    def complete(self, fresh: VLAFeature | None) -> VLAFeature:
+        """The whole batch's feature, once the missing rows' are there; they are kept."""
+        if self.keep is None:
+            assert fresh is not None
+            return fresh
+        rows = list(self.found)
+        if fresh is not None:
+            fresh = fresh.map(lambda tensor: tensor.cpu())  # the host's memory: a module takes features from any device
+            for place, i in enumerate(self.missing):
+                rows[i] = fresh[place : place + 1]
+                self.keep(i, fresh[place : place + 1].map(torch.clone))  # a view would keep the batch in memory
+        return concatenated([row for row in rows if row is not None])
 
 
 def sample_bytes(base: BaseModelSpec, parts: Collection[Part], length: int) -> int:

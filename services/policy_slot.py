@@ -1,7 +1,7 @@
 """The torch side of training: one tenant's action module, optimizers, random state and version.
 
-`trained` never changes the slot it is called on: it trains a copy and returns it, so that an exception, or a crash
-before the checkpoint is written, leaves the tenant at the version it had.
+A job trains a copy of the slot, never the slot itself, so that an exception, or a crash before the checkpoint is
+written, leaves the tenant at the version it had.
 Not to be confused with services/serving.py, the serving side without optimizer.
 """
 
@@ -10,30 +10,26 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from configs.algorithm import PpoSpec, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
-from configs.errors import Conflict, TenantFault, refusal
+from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules
 from kernels.advantages import ESTIMATORS
 from kernels.backbones import Backbone
-from kernels.features import VLAFeature, concatenated
-from kernels.updates import Optimizer, new_optimizer, ppo_update, sft_update
+from kernels.features import VLAFeature
+from kernels.updates import Optimizer, SftUpdate, new_optimizer, ppo_update
 from services.feature_store import SHARED, FeatureStore, KeptFeatures
 from services.interface import Interface
 from services.rollout import FEATURE
+from services.training_features import Ask, answered, ask
 from storage.checkpoints import CheckpointStore
-
-ENCODE_ROWS = 32
-"""Rows of one base forward in training at most; it bounds the forward's memory, whatever a job or microbatch holds."""
 
 ADVANTAGE_FIELDS = (
     "reward",
@@ -82,7 +78,8 @@ class PolicySlot:
         """Copies of the parameters by name."""
         return action_modules.export_parameters(self.module)
 
-    def _copy(self) -> PolicySlot:
+    def copied(self) -> PolicySlot:
+        """A slot to train on; nothing of it is shared with this one but what never changes."""
         other = copy.copy(self)
         # One deepcopy of both, so that the copied optimizers hold the copied module's parameters.
         other.module, other.optimizers = copy.deepcopy((self.module, self.optimizers))
@@ -91,53 +88,47 @@ class PolicySlot:
         return other
 
     def trained(
-        self,
-        backbone: Backbone,
-        backend: BackendConfig,
-        data: Mapping[str, Any],
-        *,
-        single_step: bool = False,
-        store: FeatureStore | None = None,
+        self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any]
     ) -> tuple[PolicySlot, dict[str, Any]]:
-        """A copy of the slot after training on a job's samples, and what happened.
+        """A copy of the slot after the PPO epochs of a job, and what happened; of SFT see `services.training_group`.
 
         Args:
             backbone: the frozen base.
             backend: the workload.
             data: fields of the partition, and "instructions", one a row.
-            single_step: take the samples as one microbatch and pass over them once.
-            store: demonstrations' features of earlier epochs; used where the workload lets them be kept.
 
         Returns:
-            The copy and {"version", "optimizer_steps", "metrics", "seconds"}.
+            The copy and {"version", "optimizer_steps", "metrics", "seconds", "checkpoint"}.
 
         Raises:
             TenantFault: if the tenant's numbers are not finite.
         """
-        begun = time.perf_counter()
-        slot, algorithm = self._copy(), backend.algorithm
-        optimizer = slot.optimizers[backend.policy_key]
-        before = optimizer.steps
-        if single_step:
-            once = {"epochs": 1} if isinstance(algorithm, PpoSpec) else {"passes": 1}
-            algorithm = algorithm.model_copy(update={"microbatch_size": len(data["action"]), **once})
-        if isinstance(algorithm, SftSpec):
-            kept = None if store is None else self._kept(store, backend)
-            metrics = slot._sft(backbone, optimizer, algorithm, data, kept)
-        else:
-            metrics = slot._ppo(backbone, optimizer, algorithm, data)
-        if not all(torch.isfinite(p).all() for p in slot.module.parameters()):
+        begun, algorithm = time.perf_counter(), backend.algorithm
+        assert isinstance(algorithm, PpoSpec)
+        slot = self.copied()
+        metrics = slot._ppo(backbone, slot.optimizers[backend.policy_key], algorithm, data)
+        return slot, slot.advanced(self, backend.policy_key, metrics, time.perf_counter() - begun)
+
+    def advanced(
+        self, before: PolicySlot, policy_key: str, metrics: dict[str, float], seconds: float
+    ) -> dict[str, Any]:
+        """Move the version by the steps made since `before`, and say what happened.
+
+        Raises:
+            TenantFault: if a parameter is not finite.
+        """
+        if not all(torch.isfinite(p).all() for p in self.module.parameters()):
             raise TenantFault(
                 f"parameters: tenant {self.config.tenant!r} got NaN or infinity after version {self.version}; "
                 "possible: finite numbers; lower the learning rate"
             )
-        steps = optimizer.steps - before
-        slot.version += steps
-        return slot, {
-            "version": slot.version,
+        steps = self.optimizers[policy_key].steps - before.optimizers[policy_key].steps
+        self.version += steps
+        return {
+            "version": self.version,
             "optimizer_steps": steps,
             "metrics": metrics,
-            "seconds": time.perf_counter() - begun,
+            "seconds": seconds,
             "checkpoint": None,
         }
 
@@ -154,23 +145,20 @@ class PolicySlot:
             )
         return {"actor_log_prob": scored.log_prob.numpy(), "actor_value": scored.value.numpy()}
 
-    def _sft(
-        self,
-        backbone: Backbone,
-        optimizer: Optimizer,
-        spec: SftSpec,
-        data: Mapping[str, Any],
-        kept: KeptFeatures | None,
-    ) -> dict[str, float]:
+    def sft_update(self, policy_key: str, spec: SftSpec, data: Mapping[str, Any]) -> SftUpdate:
+        """The supervised update of this slot, in place, on a job's samples.
+
+        Raises:
+            TenantFault: if an action that counts is not finite.
+        """
         action = np.asarray(data["action"], np.float32)
         if not np.isfinite(action[~data["action_is_pad"]]).all():
             raise TenantFault(
                 refusal("action", "NaN or infinity", f"finite numbers for {self.config.tenant!r}", "mend it")
             )
-        return sft_update(
+        return SftUpdate(
             self.module,
-            optimizer,
-            lambda rows: self._features(backbone, data, rows, kept),
+            self.optimizers[policy_key],
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
             action=torch.from_numpy(self._interface.action.normalise(action)),
             is_pad=torch.from_numpy(np.asarray(data["action_is_pad"], bool)),
@@ -198,43 +186,20 @@ class PolicySlot:
             valid=torch.from_numpy(valid),
         )
 
-    def _features(
-        self,
-        backbone: Backbone,
-        data: Mapping[str, Any],
-        rows: slice | Tensor,
-        kept: KeptFeatures | None = None,
-    ) -> VLAFeature:
-        """Of these rows: what came with the partition or was kept, else the base's forward; of a module with an adapter
-        in the caller's gradient mode, through the base."""
-        index = np.arange(len(data["action"]))[rows if isinstance(rows, slice) else rows.numpy()]
-        if FEATURE in data:
-            return VLAFeature(torch.from_numpy(np.asarray(data[FEATURE], np.float32)[index]))
-        # Rows of one padded length at a time: what is computed of a row does not depend on its neighbours' prompts.
-        texts = self._interface.state_texts(self._interface.proprioception(data["proprioception"][index]))
-        instructions = [data["instructions"][i] for i in index]
-        lengths = np.array(backbone.lengths(instructions, len(self._interface.cameras), texts))
-        places, parts = np.argsort(lengths, kind="stable"), []
-        for length in np.unique(lengths):
-            of_length = places[lengths[places] == length]
-            for chunk in np.split(of_length, range(ENCODE_ROWS, len(of_length), ENCODE_ROWS)):
-                seen = _observation(data, index[chunk])
-                if kept is None:
-                    parts.append(self._encode(backbone, seen))
-                    continue
-                of_chunk = None if texts is None else [texts[i] for i in chunk]
-                encode = partial(self._encode, backbone)
-                parts.append(kept.features(backbone.spec, self.module.reads, seen, of_chunk, int(length), encode))
-        found = concatenated(parts)
-        return found if (places[1:] > places[:-1]).all() else found[torch.from_numpy(np.argsort(places))]
+    def _features(self, backbone: Backbone, data: Mapping[str, Any], rows: slice | Tensor) -> VLAFeature:
+        """Of these rows, for this slot alone; of a module with an adapter in the caller's gradient mode."""
+        (found,) = answered(backbone, [self.ask(backbone, data, rows)])
+        if isinstance(found, JoyNexusError):
+            raise found
+        return found
 
-    def _encode(self, backbone: Backbone, observation: Mapping[str, Any]) -> VLAFeature:
-        prefix, _ = self._interface.prepare(backbone, observation)
-        if (adapter := self.module.adapter) is None:
-            return backbone.encode(prefix, self.module.reads)
-        return backbone.features(prefix, self.module.reads, [(slice(0, prefix.rows), adapter)])
+    def ask(
+        self, backbone: Backbone, data: Mapping[str, Any], rows: slice | Tensor, kept: KeptFeatures | None = None
+    ) -> Ask:
+        """See `training_features.ask`."""
+        return ask(backbone, self._interface, self.module, data, rows, kept)
 
-    def _kept(self, store: FeatureStore, backend: BackendConfig) -> KeptFeatures | None:
+    def kept(self, store: FeatureStore, backend: BackendConfig) -> KeptFeatures | None:
         """The scope of the store that the workload uses; None where features may not be kept."""
         reuse = backend.resources.reuse_features
         if reuse == "never" or self.config.action_module.inside_base:
@@ -289,15 +254,6 @@ class PolicySlot:
                 if state:
                     optimizer.adam.state[parameter] = state
         return slot
-
-
-def _observation(data: Mapping[str, Any], rows: NDArray[np.integer[Any]]) -> dict[str, Any]:
-    """What was seen in some rows of a partition's fields."""
-    return {
-        "images": {n.removeprefix("image."): a[rows] for n, a in data.items() if n.startswith("image.")},
-        "proprioception": data["proprioception"][rows],
-        "instructions": [data["instructions"][i] for i in rows],
-    }
 
 
 def training_fields(backend: BackendConfig) -> list[str]:

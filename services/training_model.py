@@ -12,29 +12,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from configs.algorithm import PpoSpec
+from configs.algorithm import PpoSpec, SftSpec
 from configs.backend import BackendConfig
-from configs.errors import Conflict, TenantFault, UnknownObject, refusal
+from configs.errors import Conflict, SpecError, TenantFault, UnknownObject, refusal
 from configs.home import Home
 from configs.model import BaseModelSpec
 from services import lookup
 from services.busy import BusyLog
+from services.gathering import Gathering, Resolve
 from services.resident import resident
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from services.feature_store import FeatureStore
     from services.policy_slot import PolicySlot
+    from services.training_group import Member, Trained
     from storage.partitions import SampleMetadata
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _REMEMBERED_JOBS = 4_096
+_GATHER_S = 5.0  # a group's members are called within milliseconds and read their partitions in one or two seconds
 
 
 class TrainingModelService:
@@ -65,6 +69,7 @@ class TrainingModelService:
         self._jobs_trained: dict[str, int] = {}  # {policy_key: jobs since its workload was opened}
         self._locks: dict[str, asyncio.Lock] = {}  # {tenant: lock}; one order of updates a slot
         self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()  # {job_id: result}; a re-sent job is done once
+        self._gathering: Gathering[Member, Trained] = Gathering(self._start_group, _GATHER_S)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="train-compute")
         self._files = ThreadPoolExecutor(2, thread_name_prefix="train-files")
         self._partitions = PartitionStore(self._home.partitions)
@@ -140,8 +145,13 @@ class TrainingModelService:
         """Current policy version of each tenant."""
         return {tenant: slot.version for tenant, slot in self._slots.items()}
 
-    async def train_job(self, job: dict[str, Any]) -> dict[str, Any]:
+    async def train_job(self, job: dict[str, Any], group: Sequence[str] = ()) -> dict[str, Any]:
         """Consume a leased job's partition as consecutive microbatches; commit a checkpoint, then the slot.
+
+        Args:
+            job: the descriptor.
+            group: ids of jobs, this one among them, whose calls come at the same time: supervised jobs on one base
+                share its forwards. The result is that of the job alone.
 
         Returns:
             {"version", "optimizer_steps", "metrics", "seconds", "checkpoint", "register"} (whether the workload's
@@ -152,31 +162,59 @@ class TrainingModelService:
             DataFault: if the partition is missing, torn, or another tenant's.
         """
         from services.policy_slot import training_fields
+        from services.training_group import Member
 
-        if (done := self._done.get(job["job_id"])) is not None:
-            return done
-        tenant, backend = job["tenant_id"], self._config(job["policy_key"])
-        async with self._lock(tenant):
-            if (done := self._done.get(job["job_id"])) is not None:
+        job_id, together = job["job_id"], tuple(group) or (job["job_id"],)
+        if job_id not in together:
+            possible = "the ids of a group with the job's own"
+            raise SpecError(refusal("group", list(group), possible, f"add {job_id}"))
+        tenant, joined = job["tenant_id"], False
+        try:
+            if (done := self._done.get(job_id)) is not None:
                 return done
-            slot = self._slot(tenant)
-            _, data = await self._run(self._files, self._read, job, "train", training_fields(backend))
-            trained, result = await self._run(self._compute, self._train, slot, backend, data)
-            trained_jobs = self._jobs_trained.get(backend.policy_key, 0) + 1
-            if trained_jobs % backend.outputs.checkpoint_every_jobs == 0:
-                folder = self._folders[job["policy_key"]]
-                manifest = self._manifest(job["job_id"], backend, trained)
-                result["checkpoint"] = await self._run(self._files, trained.save, folder, backend.policy_key, manifest)
-            self._slots[tenant] = trained
-            self._last_job[backend.policy_key] = job["job_id"]
-            self._jobs_trained[backend.policy_key] = trained_jobs
-            every = backend.outputs.register_every_jobs
-            result["register"] = every is not None and trained_jobs % every == 0
-            self._done[job["job_id"]] = result
-            while len(self._done) > _REMEMBERED_JOBS:
-                self._done.popitem(last=False)
-        logger.info("job %s of tenant %s: version %d", job["job_id"], tenant, result["version"])
+            backend = self._config(job["policy_key"])
+            async with self._lock(tenant):
+                if (done := self._done.get(job_id)) is not None:
+                    return done
+                slot = self._slot(tenant)
+                _, data = await self._run(self._files, self._read, job, "train", training_fields(backend))
+                if isinstance(backend.algorithm, SftSpec):
+                    joined = True
+                    trained, result = await self._gathering.join(together, job_id, Member(slot, backend, data))
+                else:
+                    trained, result = await self._run(self._compute, self._train, Member(slot, backend, data))
+                await self._commit(job, backend, trained, result)
+        finally:
+            if not joined:
+                self._gathering.give_up(together, job_id)
+        logger.info("job %s of tenant %s: version %d", job_id, tenant, result["version"])
         return result
+
+    async def _commit(
+        self, job: dict[str, Any], backend: BackendConfig, trained: PolicySlot, result: dict[str, Any]
+    ) -> None:
+        """Write the checkpoint, then let the trained copy take the slot's place."""
+        trained_jobs = self._jobs_trained.get(backend.policy_key, 0) + 1
+        if trained_jobs % backend.outputs.checkpoint_every_jobs == 0:
+            folder = self._folders[job["policy_key"]]
+            manifest = self._manifest(job["job_id"], backend, trained)
+            result["checkpoint"] = await self._run(self._files, trained.save, folder, backend.policy_key, manifest)
+        self._slots[backend.policy.tenant] = trained
+        self._last_job[backend.policy_key] = job["job_id"]
+        self._jobs_trained[backend.policy_key] = trained_jobs
+        every = backend.outputs.register_every_jobs
+        result["register"] = every is not None and trained_jobs % every == 0
+        self._done[job["job_id"]] = result
+        while len(self._done) > _REMEMBERED_JOBS:
+            self._done.popitem(last=False)
+
+    def _start_group(self, members: list[tuple[Member, Resolve[Trained]]]) -> None:
+        """Have the compute thread train members of one base together."""
+        by_base: dict[str, list[tuple[Member, Resolve[Trained]]]] = {}
+        for member, resolve in members:
+            by_base.setdefault(member.backend.policy.base_model.name, []).append((member, resolve))
+        for of_base in by_base.values():
+            self._compute.submit(self._train_group, of_base, self._kept)
 
     async def train_batch(self, tenant_id: str, policy_key: str, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """One optimizer step on a slot with fields in memory (those of a partition), for custom algorithms.
@@ -305,17 +343,26 @@ class TrainingModelService:
         self._partitions.put_derived(meta, derived)
         self._partitions.reset_cursor(meta.partition_id, meta.task_name)
 
-    def _train(
-        self, slot: PolicySlot, backend: BackendConfig, data: dict[str, np.ndarray]
-    ) -> tuple[PolicySlot, dict[str, Any]]:
-        with self._busy.record("train", {backend.policy.tenant: 1}):
-            return slot.trained(self._bases[backend.policy.base_model.name].backbone, backend, data, store=self._kept)
+    def _train(self, member: Member) -> Trained:
+        from services.training_group import train_alone
 
-    def _train_once(
-        self, slot: PolicySlot, backend: BackendConfig, batch: dict[str, np.ndarray]
-    ) -> tuple[PolicySlot, dict[str, Any]]:
-        with self._busy.record("train", {backend.policy.tenant: 1}):
-            return slot.trained(self._bases[backend.policy.base_model.name].backbone, backend, batch, single_step=True)
+        backbone = self._bases[member.backend.policy.base_model.name].backbone
+        return train_alone(backbone, member, self._kept, self._busy)
+
+    def _train_group(self, members: Sequence[tuple[Member, Resolve[Trained]]], store: FeatureStore | None) -> None:
+        from services.training_group import train_members
+
+        backbone = self._bases[members[0][0].backend.policy.base_model.name].backbone
+        train_members(backbone, members, store, self._busy)
+
+    def _train_once(self, slot: PolicySlot, backend: BackendConfig, batch: dict[str, np.ndarray]) -> Trained:
+        from services.training_group import Member, train_alone
+
+        algorithm = backend.algorithm
+        once = {"epochs": 1} if isinstance(algorithm, PpoSpec) else {"passes": 1}
+        single = algorithm.model_copy(update={"microbatch_size": len(batch["action"]), **once})
+        member = Member(slot, backend.model_copy(update={"algorithm": single}), batch)
+        return train_alone(self._bases[backend.policy.base_model.name].backbone, member, None, self._busy)
 
     def _evaluate(self, slot: PolicySlot, backend: BackendConfig, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         with self._busy.record("actor_forward", {backend.policy.tenant: 1}):

@@ -13,8 +13,10 @@ from configs.signature import schema_signature
 from kernels import backbones
 from kernels.backbones import Backbone
 from services import serving
+from services.busy import BusyLog
 from services.policy_slot import PolicySlot
 from services.serving import Request, ServingPolicy
+from services.training_group import Member, train_alone
 from tests.services import policies
 
 
@@ -69,12 +71,12 @@ def test_a_slot_trains_the_adapter_by_both_algorithms_and_the_base_stays(backbon
         slot = PolicySlot(config.policy)
         slot.ensure_optimizer(config.policy_key, config.algorithm)
         data = samples() if task == "sft" else rollout(slot, backbone, config)
-        trained, report = slot.trained(backbone, config, data)
+        trained, report = train_alone(backbone, Member(slot, config, data), None, BusyLog())
         assert report["optimizer_steps"] == steps
         before, after = slot.parameters(), trained.parameters()
         moved = {name for name in before if not np.array_equal(before[name], after[name])}
         assert {name for name in before if "lora_B" in name} <= moved, task
-        again, _ = slot.trained(backbone, config, data)
+        again, _ = train_alone(backbone, Member(slot, config, data), None, BusyLog())
         assert all(np.array_equal(array, again.parameters()[name]) for name, array in after.items()), task
     assert all(torch.equal(p, base[name]) for name, p in backbone.model.named_parameters())
     assert not any(p.requires_grad or p.grad is not None for p in backbone.model.parameters())

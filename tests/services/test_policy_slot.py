@@ -12,8 +12,10 @@ from configs.errors import Conflict
 from configs.home import PROJECT_ROOT
 from kernels import backbones
 from kernels.backbones import Backbone
+from services.busy import BusyLog
 from services.feature_store import FeatureStore
 from services.policy_slot import PolicySlot
+from services.training_group import Member, Trained, train_alone
 from tests.services.policies import BASE, SMALL, backend, observation
 
 SHORT, LONG = "push", "push the red cube to the green target on the table and then move the gripper back to the left"
@@ -42,13 +44,19 @@ def slot_of(config: Any) -> PolicySlot:
     return slot
 
 
+def trained_alone(
+    backbone: Backbone, slot: PolicySlot, config: Any, data: dict[str, Any], store: FeatureStore | None = None
+) -> Trained:
+    return train_alone(backbone, Member(slot, config, data), store, BusyLog())
+
+
 @pytest.mark.parametrize("kind", sorted(SMALL))
 def test_prompts_of_several_lengths_and_a_last_row_alone_are_trained_on(backbone: Backbone, kind: str) -> None:
     """37 samples in microbatches of 4, twice over: chunks of 32 rows, both lengths in each, one row at the end."""
     config = backend("a", kind=kind, passes=2)
     assert len(set(backbone.lengths([SHORT, LONG], 1))) == 2
     slot = slot_of(config)
-    trained, result = slot.trained(backbone, config, samples(37))
+    trained, result = trained_alone(backbone, slot, config, samples(37))
     assert result["optimizer_steps"] == 2 * 10
     assert np.isfinite(result["metrics"]["loss"])
     assert trained.version == 20
@@ -75,7 +83,7 @@ def test_kept_features_give_the_same_parameters(backbone: Backbone, kind: str) -
     for use in (store, None):
         slot = slot_of(config)
         for _ in range(2):
-            slot, _ = slot.trained(backbone, config, data, store=use)
+            slot, _ = trained_alone(backbone, slot, config, data, use)
         ends.append(slot.parameters())
     assert store.num_bytes()["a"] > 0
     assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -84,7 +92,7 @@ def test_kept_features_give_the_same_parameters(backbone: Backbone, kind: str) -
 def test_a_checkpoint_of_another_interface_is_not_restored(backbone: Backbone, tmp_path: Any) -> None:
     """Alpha is in no parameter: names, shapes and dtypes are the same."""
     config = backend("a", kind="lora")
-    trained, _ = slot_of(config).trained(backbone, config, samples(8))
+    trained, _ = trained_alone(backbone, slot_of(config), config, samples(8))
     manifest = {"schema_signature": config.policy.schema_signature}
     trained.save(tmp_path, config.policy_key, manifest)
     assert PolicySlot.restored(config, tmp_path, None, True).version == 2

@@ -69,4 +69,6 @@ class BackendConfig(Spec):
             "max_in_flight": 1 if self.task == "rl" and lockstep else self.limits.max_in_flight_jobs,
             "completion_target": self.algorithm.jobs,
             "max_active_rollouts": self.limits.max_active_rollouts if self.task == "rl" else None,
+            "base_model": self.policy.base_model.name,
+            "job_bytes": self.sample_count * sum(3 * c.height * c.width for c in self.policy.cameras),
         }

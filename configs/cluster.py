@@ -19,6 +19,15 @@ class InferenceBatchingSpec(Spec):
     )
 
 
+class TrainingGroupSpec(Spec):
+    """Supervised jobs of several tenants that share the base's forwards; their pictures stay within `max_job_bytes`."""
+
+    max_jobs: int = Field(default=4, gt=0, description="Jobs trained together at most; 1: each alone.")
+    beside_rl: bool = Field(
+        default=False, description="Also while an RL workload runs, whose jobs then wait for a whole group."
+    )
+
+
 class ClusterSpec(Spec):
     """Processes and bounds of one installation."""
 
@@ -34,6 +43,7 @@ class ClusterSpec(Spec):
     )
     mlflow_uri: str | None = Field(default=None, description="MLflow URI; None: a sqlite file under the home folder.")
     batching: InferenceBatchingSpec = InferenceBatchingSpec()
+    training_groups: TrainingGroupSpec = TrainingGroupSpec()
     max_slots: int = Field(default=16, gt=0, description="Tenant slots of a model service.")
     max_pinned_versions: int = Field(
         default=4, gt=0, description="Serving versions kept a tenant beside the current one."

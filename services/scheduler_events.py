@@ -84,6 +84,21 @@ class Mark(Event):
 
 
 @dataclass(frozen=True)
+class LeasedGroup:
+    """Jobs that a worker holds already and would train together with one more.
+
+    Attributes:
+        job_ids: the first one was leased alone.
+        max_bytes: of their samples together, with the one more.
+        beside_rl: also while an RL policy is open, whose jobs would then wait for a whole group.
+    """
+
+    job_ids: tuple[str, ...]
+    max_bytes: int
+    beside_rl: bool
+
+
+@dataclass(frozen=True)
 class Lease(Event):
     """A worker takes the first job in `state`. With a `request_id` a repeated call gives the job it still holds."""
 
@@ -94,6 +109,7 @@ class Lease(Event):
     holder: str
     lease_s: float
     request_id: str | None
+    group: LeasedGroup | None = None  # only a job that may be trained together with these
 
 
 @dataclass(frozen=True)

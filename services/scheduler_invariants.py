@@ -81,6 +81,8 @@ def first_by_brute_force(table: JobTable, lane: tuple[str, str]) -> str | None:
 def _policies(table: JobTable) -> None:
     rollouts = [job for job in table.jobs.values() if job.state == RESERVED and job.task_type == "rl"]
     assert table.admission.active_rollouts == len(rollouts) <= table.admission.max_active_rollouts
+    rl = {key for key, p in table.policies.items() if p.closed is None and p.spec.task_type == "rl"}
+    assert table.open_rl == rl
     for key, policy in table.policies.items():
         mine = [job for job in table.jobs.values() if job.policy_key == key]
         now = [job for job in mine if job.policy_generation == policy.generation]

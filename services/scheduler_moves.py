@@ -49,6 +49,7 @@ class JobTable:
             raise SpecError(refusal("max_active_rollouts", max_active_rollouts, "1 or more", "raise it"))
         self.admission = Admission(max_active_rollouts)
         self.policies: dict[str, Policy] = self.admission.policies  # {policy_key: policy}, all ever registered
+        self.open_rl: set[str] = set()  # keys of all and only open policies that learn by RL
         self.jobs: dict[str, Job] = {}  # {job_id: job} in order of creation, terminal ones until pruned
         self.counts: dict[str, int] = dict.fromkeys(STATES, 0)  # of `jobs`
         self.tenant_counts: dict[str, dict[str, int]] = {}  # {tenant_id: {state: jobs}}
@@ -87,7 +88,7 @@ class JobTable:
         self.now = now
         self.counters.update(counters)
         self.train_seq = {tenant_id: body["train_seq"] for tenant_id, body in tenants.items()}
-        for key, body in policies.items():
+        for body in policies.values():
             policy = Policy(
                 PolicySpec(**body["spec"]),
                 body["generation"],
@@ -98,7 +99,7 @@ class JobTable:
             )
             for state, pruned in policy.pruned.items():
                 policy.counts[state] += pruned
-            self.policies[key] = policy
+            self._set_policy(policy)
         ready, ended = [], []
         for body in jobs:
             job = Job(**body)
@@ -179,6 +180,11 @@ class JobTable:
         job.lease_s, job.lease_expires_at = lease_s, self.now + lease_s
         heapq.heappush(self._expiries, (job.lease_expires_at, job.job_id, job.lease_token))
 
+    def _set_policy(self, policy: Policy) -> None:
+        self.policies[policy.key] = policy
+        if policy.closed is None and policy.spec.task_type == "rl":
+            self.open_rl.add(policy.key)
+
     def _renew_policy(self, policy: Policy) -> None:
         """Its lease lasts its whole length from now."""
         if policy.closed is None and policy.lease_s is not None:
@@ -190,6 +196,7 @@ class JobTable:
         dropped = list(policy.open)
         if policy.closed is None:
             policy.closed, policy.lease_expires_at = reason, None
+            self.open_rl.discard(policy.key)
             self._out.append(Write("policy", policy.key, policy.body()))
         for job_id in dropped:
             self._move(self.jobs[job_id], DROPPED, "drop", reason=f"cancelled: {reason}")

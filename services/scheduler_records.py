@@ -87,6 +87,10 @@ class PolicySpec(Spec):
     max_in_flight: int = Field(gt=0, description="Jobs that are not terminal at one time (SFT: prefetch depth).")
     completion_target: int | None = Field(gt=0, description="Jobs to complete in all; None: until closed.")
     max_active_rollouts: int | None = Field(gt=0, description="RL jobs in `reserved` at one time; None: no own bound.")
+    base_model: Name | None = Field(
+        default=None, description="SFT jobs of one base model may be trained together; None: its jobs never are."
+    )
+    job_bytes: int = Field(default=0, ge=0, description="Bytes of a job's samples, about.")
 
 
 @dataclass

@@ -26,6 +26,7 @@ from services.scheduler_events import (
     Forget,
     KeepPolicy,
     Lease,
+    LeasedGroup,
     Mark,
     Outcome,
     Prune,
@@ -140,7 +141,7 @@ class SchedulerState(JobTable):
         generation = former.generation + 1 if former else 0
         policy = Policy(spec, generation, holder=event.holder, lease_s=event.lease_s)
         policy.last_admitted_seq = former.last_admitted_seq if former else 0
-        self.policies[spec.policy_key] = policy
+        self._set_policy(policy)
         self._renew_policy(policy)
         self._out += [Write("policy", policy.key, policy.body()), Wake("admission"), Wake(f"policy:{policy.key}")]
 
@@ -259,7 +260,7 @@ class SchedulerState(JobTable):
                 )
             return {"job": job.describe()}
         found = self._first(event)
-        if found is None:
+        if found is None or (event.group is not None and not self._joins(self.jobs[found], event.group, event.holder)):
             return {"job": None}
         job = self.jobs[found]
         job.attempts += 1
@@ -279,6 +280,28 @@ class SchedulerState(JobTable):
             return min(heads)[2] if heads else None
         ids = [found for found in (self.stages.first(event.state, lane) for lane in lanes) if found is not None]
         return min(ids, key=lambda job_id: self.jobs[job_id].stage_key, default=None)
+
+    def _joins(self, job: Job, group: LeasedGroup, holder: str) -> bool:
+        """Whether the next job may be trained together with those that are held.
+
+        Only the next one is looked at: a group overtakes nobody. A policy may be open with its jobs all in training,
+        so what would wait is not what is ready but what may become so.
+
+        Raises:
+            LeaseLost: if a job of the group is not the holder's.
+        """
+        held = [self.job(job_id) for job_id in group.job_ids]
+        for one in held:
+            if (one.state, one.lease_holder) != (LEASED, holder):
+                state = f"{one.state}, held by {one.lease_holder}"
+                raise LeaseLost(refusal(f"{one.job_id} holder", holder, state, "train the others without it"))
+        if self.open_rl and not group.beside_rl:
+            return False
+        members = [*held, job]
+        specs = [self.policies[member.policy_key].spec for member in members]
+        one_base = len({spec.base_model for spec in specs}) == 1 and specs[0].base_model is not None
+        supervised = all(member.task_type == "sft" for member in members)
+        return one_base and supervised and sum(spec.job_bytes for spec in specs) <= group.max_bytes
 
     def _renew(self, event: Renew) -> dict[str, Any]:
         job = self.job(event.job_id)

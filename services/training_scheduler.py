@@ -29,6 +29,7 @@ from services.scheduler_events import (
     Fail,
     KeepPolicy,
     Lease,
+    LeasedGroup,
     Mark,
     Prune,
     RegisterPolicy,
@@ -207,6 +208,31 @@ class TrainingScheduler(SchedulerShell):
     ) -> Event:
         """Take the ready job to train next: as `lease_stage`. One update a tenant runs at a time."""
         return Lease(self._now(), READY, LEASED, consumer_role, _checked_domains(domains), holder, lease_s, request_id)
+
+    @_verb
+    def lease_beside(
+        self,
+        job_ids: Sequence[str],
+        consumer_role: str,
+        domains: Sequence[str],
+        holder: str,
+        lease_s: float,
+        max_bytes: int,
+        beside_rl: bool = False,
+        request_id: str | None = None,
+    ) -> Event:
+        """Take the next ready job too, if it may be trained together with `job_ids`, which the holder has leased.
+
+        It may if all are supervised jobs of policies of one base model, of about `max_bytes` together, and no RL policy
+        is open, whose jobs would wait for the whole group (unless `beside_rl`). Nobody is overtaken: if the next job
+        does not fit, the answer is {"job": None}.
+
+        Raises:
+            LeaseLost: if one of `job_ids` is not the holder's any more.
+        """
+        group = LeasedGroup(tuple(job_ids), max_bytes, beside_rl)
+        wanted = _checked_domains(domains)
+        return Lease(self._now(), READY, LEASED, consumer_role, wanted, holder, lease_s, request_id, group)
 
     @_verb
     def renew(self, job_id: str, lease_token: int, lease_s: float) -> Event:

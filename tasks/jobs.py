@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -192,12 +192,18 @@ async def _stage(platform: Platform, job: dict[str, Any], verb: str, next_state:
 
 
 @task(task_run_name="train {job[job_id]}", cache_policy=NO_CACHE)
-async def train_job(platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
-    """Have the training service consume the leased job; RL parameters are published before the job completes."""
+async def train_job(platform: Platform, job: dict[str, Any], group: Sequence[str] = ()) -> dict[str, Any]:
+    """Have the training service consume the leased job; RL parameters are published before the job completes.
+
+    Args:
+        platform: the connection.
+        job: the leased descriptor.
+        group: ids of the jobs, this one among them, that are trained together; each by a task of its own.
+    """
     async with carried_out(platform, job), renewed_lease(platform, job):
         # Not `patiently`: a job that hangs would hold up the others' training for hours.
         training = await platform.training()
-        result: dict[str, Any] = await training.train_job(job)
+        result: dict[str, Any] = await training.train_job(job, list(group))
         if job["task_type"] == "rl":
             await training.publish(job["tenant_id"])
     # Before the job completes: with the last one the workload ends, and its run takes no more points.
@@ -206,11 +212,49 @@ async def train_job(platform: Platform, job: dict[str, Any]) -> dict[str, Any]:
     await _log_curves(platform, job["metadata"]["mlflow_run"], curves, int(result["version"]))
     await clear_partition(platform, job["partition_id"])
     metadata = {k: result[k] for k in ("version", "optimizer_steps", "metrics", "seconds")}
+    if len(group) > 1:
+        metadata["trained_with"] = [job_id for job_id in group if job_id != job["job_id"]]
     scheduler = await platform.scheduler()
     await scheduler.complete(job["job_id"], job["lease_token"], metadata)
     if result["register"]:
         await training.register_adapter(job["tenant_id"], job["policy_key"], job["job_id"])
     return result
+
+
+async def lease_company(
+    platform: Platform, job: dict[str, Any], holder: str, at_most: int | None
+) -> list[dict[str, Any]]:
+    """Lease the jobs that come next and may be trained together with the leased `job`.
+
+    Args:
+        platform: whose cluster says how many there may be.
+        job: the first of the group; supervised, or it stays alone.
+        holder: who leased it.
+        at_most: jobs in all, `job` among them; None: as many as the cluster allows.
+
+    Returns:
+        Their descriptors; what was leased before a service was lost is among them.
+    """
+    cluster, found = platform.cluster, [job]
+    bound = min(cluster.training_groups.max_jobs, at_most or cluster.training_groups.max_jobs)
+    try:
+        while job["task_type"] == "sft" and len(found) < bound:
+            scheduler = await platform.scheduler()
+            leased = await scheduler.lease_beside(
+                job_ids=[member["job_id"] for member in found],
+                consumer_role=job["consumer_role"],
+                domains=[job["domain"]],
+                holder=holder,
+                lease_s=cluster.lease_s,
+                max_bytes=cluster.max_job_bytes,
+                beside_rl=cluster.training_groups.beside_rl,
+            )
+            if leased["job"] is None:
+                break
+            found.append(leased["job"])
+    except JoyNexusError as error:
+        logger.warning("%d jobs without further company: %s", len(found), error)
+    return found[1:]
 
 
 async def drop_if_stale(platform: Platform, job: dict[str, Any]) -> bool:

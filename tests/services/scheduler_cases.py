@@ -16,6 +16,7 @@ from services.scheduler_events import (
     Forget,
     Instruction,
     Lease,
+    LeasedGroup,
     Mark,
     Outcome,
     RegisterPolicy,
@@ -144,6 +145,17 @@ class Bench:
         """The leased job, or None."""
         leased = LEASED if state == READY else STAGES[state]
         return self.do(Lease(self.now, state, leased, "actor", ("vla",), holder, lease_s, request_id))["job"]
+
+    def lease_beside(
+        self, *job_ids: str, holder: str = "h", max_bytes: int = 100, beside_rl: bool = False
+    ) -> dict[str, Any] | None:
+        """The job that was leased to be trained together with these, or None."""
+        return self.do(self.beside(*job_ids, holder=holder, max_bytes=max_bytes, beside_rl=beside_rl))["job"]
+
+    def beside(self, *job_ids: str, holder: str = "h", max_bytes: int = 100, beside_rl: bool = False) -> Lease:
+        """The event that `lease_beside` lets happen."""
+        group = LeasedGroup(job_ids, max_bytes, beside_rl)
+        return Lease(self.now, READY, LEASED, "actor", ("vla",), holder, 60.0, None, group)
 
     def complete(self, job_id: str, token: int, **metadata: Any) -> dict[str, Any]:
         """Complete a job."""

@@ -33,6 +33,7 @@ from services.scheduler_events import (
     Fail,
     KeepPolicy,
     Lease,
+    LeasedGroup,
     Mark,
     Prune,
     RegisterPolicy,
@@ -165,6 +166,8 @@ class SchedulerHistory(RuleBasedStateMachine):
             "max_in_flight": in_flight,
             "completion_target": target,
             "max_active_rollouts": rollouts,
+            "base_model": "tiny",
+            "job_bytes": 1,
         }
         leased = key == LEASED_POLICY
         event = RegisterPolicy(self.now, policy, "f", POLICY_LEASE_S) if leased else RegisterPolicy(self.now, policy)
@@ -260,6 +263,32 @@ class SchedulerHistory(RuleBasedStateMachine):
                     or (other.priority, other.task_type) != (job["priority"], job["task_type"])
                     or self.state.ready.turns[other.tenant_id] != earlier
                 ), "overtaken by a job of its own priority"
+        self.held[job["job_id"]] = (job["lease_token"], self.now + LEASE_S)
+        return job["job_id"], job["lease_token"]
+
+    @rule(target=hands, hand=hands, holder=st.sampled_from(["x", "y"]), beside_rl=st.booleans())
+    def lease_beside(self, hand: Hands, holder: str, beside_rl: bool) -> Any:
+        """Company is the job that would be leased next, of another tenant, supervised as the first; or none."""
+        self.do(Tick(self.now))
+        first = self.state.jobs.get(hand[0])
+        expected = first_by_brute_force(self.state, ("actor", "vla"))
+        group = LeasedGroup((hand[0],), 2, beside_rl)
+        reply = self.do(Lease(self.now, READY, LEASED, "actor", ("vla",), holder, LEASE_S, None, group))
+        if isinstance(reply, JoyNexusError):
+            assert first is None or (first.state, first.lease_holder) != (LEASED, holder)
+            return multiple()
+        assert first is not None
+        rl_open = any(p.closed is None and p.spec.task_type == "rl" for p in self.state.policies.values())
+        job = reply["job"]
+        if job is None:
+            fits = expected is not None and self.state.jobs[expected].task_type == first.task_type == "sft"
+            assert not fits or (rl_open and not beside_rl)
+            return multiple()
+        assert (first.state, first.lease_holder, first.task_type, job["task_type"]) == (LEASED, holder, "sft", "sft")
+        assert job["job_id"] == expected
+        assert job["tenant_id"] != first.tenant_id
+        assert beside_rl or not rl_open
+        assert job["job_id"] not in self.held
         self.held[job["job_id"]] = (job["lease_token"], self.now + LEASE_S)
         return job["job_id"], job["lease_token"]
 

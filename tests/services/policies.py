@@ -105,15 +105,21 @@ def job(config: BackendConfig, number: int = 0) -> dict[str, Any]:
 
 
 def put_demonstrations(
-    root: Path, config: BackendConfig, number: int = 0, *, seed: int = 0, nan: bool = False
+    root: Path,
+    config: BackendConfig,
+    number: int = 0,
+    *,
+    seed: int = 0,
+    nan: bool = False,
+    described: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write an SFT partition of 8 samples; returns its job."""
+    """Write an SFT partition of 8 samples; returns its job, which is `described` where there is one already."""
     module = config.policy.action_module
     seen = observation(8, seed, state_width=module.state_width)
     action = np.random.default_rng(seed + 1).normal(size=(8, module.horizon, module.action_width)).astype(np.float32)
     if nan:
         action[3] = np.nan
-    described = job(config, number)
+    described = described or job(config, number)
     PartitionStore(root).put(
         described["partition_id"],
         {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.errors import Conflict, DataFault, TenantFault, UnknownObject
+from configs.errors import Conflict, DataFault, SpecError, TenantFault, UnknownObject
 from configs.home import PROJECT_ROOT
 from configs.workload import ResourcesSpec
 from kernels import backbones
@@ -17,6 +17,7 @@ from services.rollout import FEATURE
 from services.training_model import TrainingModelService
 from tests.services.policies import BASE, BASES, backend, job, observation, put_demonstrations
 
+KINDS = ("oft", "pi", "lora")
 Parameters = dict[str, np.ndarray]
 
 
@@ -365,3 +366,58 @@ def test_kept_features_are_a_tenants_own_unless_it_shares_them(tmp_path: Path, m
 
     assert asyncio.run(rows_of_second("own")) == 8
     assert asyncio.run(rows_of_second("shared")) == 0
+
+
+def test_jobs_that_are_called_as_a_group_give_what_each_gives_alone(
+    service: TrainingModelService, tmp_path: Path
+) -> None:
+    """Three tenants of three kinds, one with a bad sample: versions, checkpoints and parameters as without company."""
+
+    async def main() -> None:
+        configs = [backend(name, kind=kind, seed=i) for i, (name, kind) in enumerate(zip("abc", KINDS, strict=False))]
+        for config in configs:
+            await opened(service, tmp_path, config)
+        jobs = [put_demonstrations(partitions(tmp_path), c, seed=i, nan=i == 1) for i, c in enumerate(configs)]
+        group = [sent["job_id"] for sent in jobs]
+        ends = await asyncio.gather(*(service.train_job(sent, group) for sent in jobs), return_exceptions=True)
+        assert isinstance(ends[1], TenantFault)
+        assert await service.versions() == {"a": 2, "b": 0, "c": 2}
+        alone = TrainingModelService(str(tmp_path / "alone"), BASES, 4)
+        for i in (0, 2):
+            config = configs[i]
+            await opened(alone, tmp_path / "alone", config)
+            by_itself = await alone.train_job(put_demonstrations(partitions(tmp_path / "alone"), config, seed=i))
+            end = ends[i]
+            assert isinstance(end, dict)
+            assert end["metrics"] == by_itself["metrics"]
+            assert end["checkpoint"]["digest"] == by_itself["checkpoint"]["digest"]
+            tenant = config.policy.tenant
+            assert equal(await parameters(service, tenant), await parameters(alone, tenant))
+
+    asyncio.run(main())
+
+
+def test_a_group_waits_neither_for_a_job_done_before_nor_for_one_without_a_partition(
+    service: TrainingModelService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A re-sent job answers at once, a missing partition is its own fault; the third does not wait for them."""
+    monkeypatch.setattr(service._gathering, "_patience_s", 10_000.0)
+
+    async def main() -> None:
+        configs = [backend(name, seed=i) for i, name in enumerate("abc")]
+        for config in configs:
+            await opened(service, tmp_path, config)
+        done, sent = (put_demonstrations(partitions(tmp_path), c, seed=i) for i, c in enumerate(configs[:2]))
+        missing = job(configs[2])
+        first = await service.train_job(done)
+        group = [one["job_id"] for one in (done, sent, missing)]
+        calls = (service.train_job(one, group) for one in (done, sent, missing))
+        again, trained, lost = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+        assert again == first
+        assert isinstance(trained, dict)
+        assert trained["version"] == 2
+        assert isinstance(lost, UnknownObject)
+        with pytest.raises(SpecError, match="group"):
+            await service.train_job(sent, ["another"])
+
+    asyncio.run(main())

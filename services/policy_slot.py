@@ -26,6 +26,7 @@ from kernels import action_modules
 from kernels.advantages import ESTIMATORS
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature, concatenated
+from kernels.lora import load_peft
 from kernels.updates import Optimizer, new_optimizer, ppo_update, sft_update
 from services.feature_store import SHARED, FeatureStore, KeptFeatures
 from services.interface import Interface
@@ -77,6 +78,15 @@ class PolicySlot:
     def ensure_optimizer(self, policy_key: str, algorithm: SftSpec | PpoSpec) -> None:
         """A new workload of this policy starts with a fresh optimizer."""
         self.optimizers[policy_key] = new_optimizer(self.module, algorithm)
+
+    def start_from(self, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
+        """Begin with an adapter that PEFT wrote; the head stays as it was drawn.
+
+        Raises:
+            SpecError: if it is not the adapter that the module declares.
+        """
+        assert self.module.adapter is not None  # WorkloadSpec's own rule
+        load_peft(self.module.adapter, tensors, config)
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Copies of the parameters by name."""

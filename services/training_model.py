@@ -101,6 +101,7 @@ class TrainingModelService:
                 base is not the declared one.
             UnknownObject: if no such base is resident.
             TenantFault: if all slots are taken.
+            DataFault, SpecError: if the adapter that it is to start from cannot be read or is not the declared one.
         """
         backend = BackendConfig.model_validate(config)
         tenant = backend.policy.tenant
@@ -118,8 +119,9 @@ class TrainingModelService:
                     refusal("tenant.name", tenant, f"{self._max_slots} slots, all taken", "close a tenant that is done")
                 )
             if slot is None:
+                start = await self._run(self._files, self._read_start, backend)
+                slot = await self._run(self._compute, self._new_slot, backend, start)
                 self._kept.clear(tenant)
-                slot = await self._run(self._compute, self._new_slot, backend)
             slot.ensure_optimizer(backend.policy_key, backend.algorithm)
             self._slots[tenant] = slot
             self._configs[backend.policy_key] = backend
@@ -274,10 +276,18 @@ class TrainingModelService:
 
     # what runs in the executors
 
-    def _new_slot(self, backend: BackendConfig) -> PolicySlot:
+    def _read_start(self, backend: BackendConfig) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        from storage.peft_files import read_adapter
+
+        return None if backend.start_from is None else read_adapter(Path(backend.start_from))
+
+    def _new_slot(self, backend: BackendConfig, start: tuple[dict[str, Any], dict[str, Any]] | None) -> PolicySlot:
         from services.policy_slot import PolicySlot
 
-        return PolicySlot(backend.policy)
+        slot = PolicySlot(backend.policy)
+        if start is not None:
+            slot.start_from(*start)
+        return slot
 
     def _read(self, job: dict[str, Any], task_name: str, fields: list[str]) -> tuple[SampleMetadata, dict[str, Any]]:
         """All samples of the job's partition for one stage, checked against the job's tags, with row instructions."""

@@ -17,7 +17,8 @@ from configs.errors import SpecError
 from configs.model import LoraSpec, LoraTarget, OftSpec
 from kernels import action_modules
 from kernels.backbones import Backbone, Qwen3VlBackbone
-from kernels.lora import LoraWeights, load_peft, peft_settings, to_peft
+from kernels.lora import LoraWeights, load_peft, to_peft
+from kernels.peft_adapters import peft_settings
 from kernels.updates import new_optimizer, sft_update
 from storage.peft_files import read_adapter, write_adapter
 from tests.kernels.conftest import observation

@@ -28,7 +28,7 @@ from kernels.backbones import Backbone
 from kernels.features import VLAFeature, concatenated
 from kernels.lora import load_peft
 from kernels.updates import Optimizer, new_optimizer, ppo_update, sft_update
-from services.feature_store import SHARED, FeatureStore, KeptFeatures
+from services.feature_store import FeatureStore, KeptFeatures, scope_of
 from services.interface import Interface
 from services.rollout import FEATURE
 from storage.checkpoints import CheckpointStore
@@ -136,6 +136,7 @@ class PolicySlot:
             metrics = slot._sft(backbone, optimizer, algorithm, data, kept)
         else:
             metrics = slot._ppo(backbone, optimizer, algorithm, data)
+        optimizer.adam.zero_grad(set_to_none=True)  # else the last gradients stay in memory until the next job
         if not all(torch.isfinite(p).all() for p in slot.module.parameters()):
             raise TenantFault(
                 f"parameters: tenant {self.config.tenant!r} got NaN or infinity after version {self.version}; "
@@ -246,10 +247,8 @@ class PolicySlot:
 
     def _kept(self, store: FeatureStore, backend: BackendConfig) -> KeptFeatures | None:
         """The scope of the store that the workload uses; None where features may not be kept."""
-        reuse = backend.resources.reuse_features
-        if reuse == "never" or self.config.action_module.inside_base:
-            return None
-        return KeptFeatures(store, SHARED if reuse == "shared" else self.config.tenant)
+        scope = scope_of(backend)
+        return None if scope is None else KeptFeatures(store, scope)
 
     # checkpoints
 

@@ -128,15 +128,16 @@ class TrainingModelService:
             self._folders[backend.policy_key] = Path(folder)
             self._jobs_trained[backend.policy_key] = 0
             self._last_job.pop(backend.policy_key, None)
+            self._forget_unused_features()
             return {"version": slot.version, "bytes": slot.num_bytes}
 
     async def close_slot(self, tenant_id: str) -> None:
         """Forget the tenant's runtime state; its output folder stays. Closing twice is harmless."""
         async with self._lock(tenant_id):
             self._slots.pop(tenant_id, None)
-            self._kept.clear(tenant_id)
             for key in [k for k, c in self._configs.items() if c.policy.tenant == tenant_id]:
                 del self._configs[key], self._folders[key]
+            self._forget_unused_features()
 
     async def versions(self) -> dict[str, int]:
         """Current policy version of each tenant."""
@@ -332,6 +333,12 @@ class TrainingModelService:
             return slot.evaluated(self._bases[backend.policy.base_model.name].backbone, backend, data)
 
     # lookups
+
+    def _forget_unused_features(self) -> None:
+        """What was kept for workloads that are no longer open goes; what is shared goes with the last that shares."""
+        from services.feature_store import scope_of
+
+        self._kept.retain([scope_of(config) for config in self._configs.values()])
 
     def _lock(self, tenant: str) -> asyncio.Lock:
         return self._locks.setdefault(tenant, asyncio.Lock())

@@ -170,7 +170,12 @@ def fitted(
     ):
         if given != own:
             raise SpecError(refusal(f"action_module.{field}", own, f"{given!r}, the file's", "declare what it has"))
-    named = {cast(re.Match[str], _TENSOR.fullmatch(name))[1]: value for name, value in tensors.items()}
+    named: dict[str, NDArray[Any]] = {}
+    for name, value in tensors.items():
+        own_name = cast(re.Match[str], _TENSOR.fullmatch(name))[1]
+        if own_name in named:  # with and without "model.": which of the two would count is not for us to choose
+            raise SpecError(refusal("adapter_model", name, "each linear once", "save the adapter again"))
+        named[own_name] = value
     for name in sorted(shapes.keys() | named.keys()):
         shape = tuple(named[name].shape) if name in named else None
         if shape != shapes.get(name):

@@ -135,6 +135,8 @@ def test_tensors_of_other_places_are_refused_and_change_nothing() -> None:
             {**tensors, first.replace("layers.0", "layers.2"): value},
             r"layers.2.*: got \(4, 128\); possible: shape N",
         ),
+        ({**tensors, first.replace("model.language", "model.model.language"): value}, "possible: each linear once; "),
+        ({**tensors, first: value * np.inf}, "q_proj.lora_A.weight: got 'NaN or infinity'; possible: finite numbers"),
         (rest, r"layers.0.self_attn.q_proj.lora_A.weight: got None; possible: shape \(4, 128\)"),
         ({**tensors, first: value[:, :64]}, r"q_proj.lora_A.weight: got \(4, 64\); possible: shape \(4, 128\)"),
     ):

@@ -96,7 +96,7 @@ def test_a_compiled_workload_carries_all_that_it_declared(tmp_path: Path) -> Non
     spec = workload(start="continue", evaluation__sampled=True)
     config = admit(spec, Home(tmp_path), LAPTOP)
     compiled = config.model_dump(mode="json")
-    for field in ("trainable", "start", "algorithm", "evaluation", "limits", "resources", "outputs"):
+    for field in ("trainable", "start", "start_from", "algorithm", "evaluation", "limits", "resources", "outputs"):
         assert compiled[field] == spec.model_dump(mode="json")[field], field
     assert config.trainable.parameterisation == "action_module"
     assert admit(workload(), Home(tmp_path), LAPTOP).start == "fresh"

@@ -40,7 +40,7 @@ HORIZON, ACTION, STATE = 8, 7, 8
 INSTRUCTION = "push the cube to the target"
 _WIDTHS: dict[str, Any] = {"horizon": HORIZON, "action_width": ACTION, "state_width": STATE, "proprioception": "head"}
 MODULES: dict[str, ActionModuleSpec] = {
-    "oft": OftSpec(**_WIDTHS),
+    "oft": OftSpec(hidden_width=256, **_WIDTHS),
     "gr00t": Gr00tSpec(
         hidden_width=128, layers=4, heads=4, head_width=32, future_tokens=8, repeated_steps=1, **_WIDTHS
     ),

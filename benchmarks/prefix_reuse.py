@@ -35,7 +35,7 @@ from storage.partitions import PartitionStore
 STATE, ACTION = 25, 4
 WIDTHS: dict[str, Any] = {"action_width": ACTION, "state_width": STATE, "proprioception": "head"}
 MODULES: dict[str, ActionModuleSpec] = {
-    "oft": OftSpec(horizon=2, **WIDTHS),
+    "oft": OftSpec(horizon=2, hidden_width=256, **WIDTHS),
     "gr00t": Gr00tSpec(horizon=8, hidden_width=64, layers=2, heads=2, head_width=32, future_tokens=8, **WIDTHS),
     "pi": PiSpec(horizon=8, hidden_width=64, mlp_width=128, heads=2, **WIDTHS),
 }

@@ -32,7 +32,7 @@ STATE, ACTION, HORIZON = 25, 4, 2
 
 
 def _config(batches: int, microbatch: int) -> BackendConfig:
-    module = OftSpec(horizon=HORIZON, action_width=ACTION, state_width=STATE, proprioception="head")
+    module = OftSpec(horizon=HORIZON, action_width=ACTION, state_width=STATE, hidden_width=256, proprioception="head")
     sft = SftSpec(
         jobs=1000,
         batches_per_job=batches,

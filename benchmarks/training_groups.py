@@ -39,10 +39,10 @@ BATCHES = 4  # steps of a job
 HORIZON, STATE, ACTION = 8, 8, 7
 WIDTHS: dict[str, Any] = {"horizon": HORIZON, "action_width": ACTION, "state_width": STATE, "proprioception": "head"}
 MODULES: dict[str, ActionModuleSpec] = {
-    "oft": OftSpec(**WIDTHS),
+    "oft": OftSpec(hidden_width=256, **WIDTHS),
     "gr00t": Gr00tSpec(hidden_width=128, layers=4, heads=4, head_width=32, future_tokens=8, **WIDTHS),
     "pi": PiSpec(hidden_width=128, mlp_width=512, heads=4, **WIDTHS),
-    "lora": LoraSpec(rank=8, alpha=16.0, **WIDTHS),
+    "lora": LoraSpec(rank=8, alpha=16.0, hidden_width=256, **WIDTHS),
 }
 WAYS = ("serial", "grouped")
 

@@ -34,6 +34,7 @@ class BackendConfig(Spec):
     policy: PolicyConfig
     trainable: TrainableSpec = TrainableSpec()
     start: Literal["fresh", "continue"] = "fresh"
+    start_from: str | None = None
     prefix_key: str
     algorithm: AlgorithmSpec
     sample_count: int

@@ -65,7 +65,7 @@ class _ModuleSpec(Spec):
 
 
 class _OftHeadSpec(_ModuleSpec):
-    """An OFT-style head's own fields."""
+    """An OFT-style head's own fields; `hidden_width` by default that of a small one."""
 
     reads: ClassVar[frozenset[Part]] = frozenset({"action_tokens"})
     learns_by_rl: ClassVar[bool] = True
@@ -79,9 +79,13 @@ class _OftHeadSpec(_ModuleSpec):
 
 
 class OftSpec(_OftHeadSpec):
-    """OFT-style head: hidden states at N action tokens, an MLP with residual blocks, a chunk of actions."""
+    """OFT-style head: hidden states at N action tokens, an MLP with residual blocks, a chunk of actions.
+
+    Defaults are those published (StarVLA's QwenOFT on Qwen3-VL-4B: two blocks, twice as wide as the base).
+    """
 
     kind: Literal["oft"] = "oft"
+    hidden_width: int = Field(default=5120, gt=0, description="Width of the MLP; published is twice the base's.")
 
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -97,7 +101,8 @@ def _distinct(targets: tuple[LoraTarget, ...]) -> tuple[LoraTarget, ...]:
 class LoraSpec(_OftHeadSpec):
     """Low-rank adapter (LoRA, PEFT's form) inside the base's language layers, read by a small OFT-style head.
 
-    Rank and alpha by default as OpenVLA's and OpenVLA-OFT's fine-tuning has them; dropout is not offered.
+    Rank, alpha and targets by default as OpenVLA's and OpenVLA-OFT's fine-tuning has them (32, 16, all linears;
+    openpi has 16 and 16 in attention and MLP); the head is a small one, and dropout is not offered.
     """
 
     inside_base: ClassVar[bool] = True
@@ -106,7 +111,7 @@ class LoraSpec(_OftHeadSpec):
     rank: int = Field(default=32, gt=0, le=256, description="r, the width between the two factors.")
     alpha: float = Field(default=16.0, gt=0, description="What the adapter adds is multiplied by alpha / rank.")
     target_modules: Annotated[tuple[LoraTarget, ...], AfterValidator(_distinct)] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj"),
+        default=get_args(LoraTarget),
         min_length=1,
         description="Linears that get an adapter, in every language layer.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -95,6 +96,11 @@ class WorkloadSpec(Spec):
     start: Literal["fresh", "continue"] = Field(
         default="fresh", description="New weights at version 0, or those that the tenant's slot has."
     )
+    start_from: str | None = Field(
+        default=None,
+        description="Absolute path of a folder with PEFT's adapter_config.json and adapter_model.safetensors: what a "
+        "fresh adapter of kind lora begins with. None: A at random and B zero.",
+    )
     data: DataSpec | None = Field(default=None, description="SFT: the demonstrations. RL: none.")
     environment: Name | None = Field(default=None, description="RL: environment preset. SFT: none.")
     algorithm: AlgorithmSpec
@@ -107,6 +113,21 @@ class WorkloadSpec(Spec):
     def policy_key(self) -> str:
         """`<tenant>.<task>`, the unit of bounds and the registered model's name."""
         return f"{self.tenant.name}.{self.task}"
+
+    @model_validator(mode="after")
+    def _an_adapter_to_start_from_has_a_place(self) -> Self:
+        if self.start_from is None:
+            return self
+        if self.action_module.kind != "lora" or self.start != "fresh":
+            raise ValueError(
+                f"start_from: got {self.start_from!r} with start {self.start!r} and action_module.kind "
+                f"{self.action_module.kind!r}; possible: 'fresh' and 'lora'; leave it out or change them"
+            )
+        if not Path(self.start_from).is_absolute() or ".." in Path(self.start_from).parts:
+            raise ValueError(
+                f"start_from: got {self.start_from!r}; possible: an absolute path without '..'; write it in full"
+            )
+        return self
 
     @model_validator(mode="after")
     def _parts_fit_the_task(self) -> Self:

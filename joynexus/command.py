@@ -64,9 +64,11 @@ def _tenants(arguments: argparse.Namespace, home: Home) -> int:
     return tables.print_tenants(home)
 
 
-def _adapters(_arguments: argparse.Namespace, home: Home) -> int:
+def _adapters(arguments: argparse.Namespace, home: Home) -> int:
     from joynexus import tables
 
+    if arguments.export:
+        return tables.export_adapter(home, *arguments.export)
     return tables.print_adapters(home)
 
 
@@ -121,7 +123,13 @@ def parser() -> argparse.ArgumentParser:
     jobs.add_argument("--limit", type=int, default=50, help="newest jobs shown (default: 50)")
     tenants = verb("tenants", _tenants, "List tenants, their policies and counts of jobs.")
     tenants.add_argument("--close", metavar="TENANT", help="end its jobs, slots and sessions; its output folder stays")
-    verb("adapters", _adapters, "List registered adapters.")
+    adapters = verb("adapters", _adapters, "List registered adapters.")
+    adapters.add_argument(
+        "--export",
+        nargs=2,
+        metavar=("ADAPTER", "FOLDER"),
+        help="write one of kind lora, models:/NAME@ALIAS or models:/NAME/VERSION, as the files that PEFT reads",
+    )
     compile_ = verb("compile", _compile, "Show the backend configuration that a workload becomes; start nothing.")
     compile_.add_argument("spec", type=Path, metavar="SPEC.yaml")
     cluster(compile_)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from distributed import Client
@@ -211,6 +212,24 @@ def print_adapters(home: Home) -> int:
     ]
     columns = ("adapter", "version", "aliases", "policy version", "base model", "success")
     console().print(table("adapters", columns, rows))
+    return 0
+
+
+def export_adapter(home: Home, reference: str, folder: str) -> int:
+    """Write a registered adapter of kind lora as the files that PEFT reads.
+
+    Raises:
+        SpecError: if it is of another kind.
+        UnknownObject: if there is no such adapter.
+        Conflict: if the folder exists.
+    """
+    from services.adapter_export import export_peft
+
+    found = ask(home, lambda client: _call(client, lookup.METRICS, "resolve", reference))
+    path = Path(folder).expanduser().resolve()
+    export_peft(found, path)
+    text = f"models:/{found.name}/{found.version} is in {path}"
+    console().print(text, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

@@ -2,6 +2,12 @@
 
 Source: JoyNexus, section 4.3. Grouping concatenates rows and, in the same order, their images; no row sees another
 one, so a tenant's features equal those of a forward of its own to the bit (float32 on a CPU, same length bucket).
+
+Elsewhere bits are not promised, since a linear-algebra library may choose another kernel for another number of rows.
+With a bfloat16 base, on the CPU and on a GPU, features and actions are within 5 % of those alone, relative to the
+largest magnitude of the same tensor (`tests/kernels/test_bfloat16.py`). Measured on the tiny bases, all modules: 0
+apart on a CPU without bfloat16 instructions; 1.2 % in features and 1.7 % in actions where all linears are rounded
+otherwise, 2.0 % and 2.9 % where attention is. No GPU has been measured.
 """
 
 from __future__ import annotations

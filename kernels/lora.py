@@ -10,12 +10,11 @@ Legend: B rows, L padded token length, r rank.
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, cast, get_args
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -23,9 +22,7 @@ from torch import Tensor, nn
 
 from configs.errors import Conflict, SpecError, refusal
 from configs.model import BaseModelSpec, LoraTarget
-
-LANGUAGE_MODEL = "language_model"
-"""Where transformers' vision-language models keep their language layers; the first word of an adapter's names."""
+from kernels.peft_adapters import LANGUAGE_MODEL, adapted_linears, exported, fitted
 
 
 class LowRank(nn.Module):
@@ -77,27 +74,6 @@ class LoraWeights(nn.Module):
 
 Adapters: TypeAlias = Sequence[tuple[slice, LoraWeights]]
 """Consecutive rows of a batch and the adapter that they use."""
-
-
-def adapted_linears(base: BaseModelSpec, targets: Collection[LoraTarget]) -> dict[str, tuple[int, int]]:
-    """{path of a linear in the base: (inputs, outputs)}, layer by layer."""
-    queries, keys = base.num_attention_heads * base.head_width, base.num_key_value_heads * base.head_width
-    width, inner = base.hidden_width, base.mlp_width
-    shapes: dict[LoraTarget, tuple[str, int, int]] = {
-        "q_proj": ("self_attn", width, queries),
-        "k_proj": ("self_attn", width, keys),
-        "v_proj": ("self_attn", width, keys),
-        "o_proj": ("self_attn", queries, width),
-        "gate_proj": ("mlp", width, inner),
-        "up_proj": ("mlp", width, inner),
-        "down_proj": ("mlp", inner, width),
-    }
-    return {
-        f"{LANGUAGE_MODEL}.layers.{layer}.{part}.{name}": (inputs, outputs)
-        for layer in range(base.num_layers)
-        for name, (part, inputs, outputs) in shapes.items()
-        if name in targets
-    }
 
 
 def _place(root: nn.Module, path: str, leaf: nn.Module) -> None:
@@ -184,110 +160,21 @@ def _segments(adapters: Adapters, rows: int) -> list[tuple[int, LoraWeights | No
 
 # PEFT's files
 
-_PREFIX = "base_model.model."
-# A causal model around the base puts "model." before its paths.
-_TENSOR = re.compile(rf"{re.escape(_PREFIX)}(?:model\.)?({LANGUAGE_MODEL}\.layers\.\d+\.\w+\.(\w+)\.lora_[AB]\.weight)")
-_READ = {"peft_type", "r", "lora_alpha", "bias", "init_lora_weights"}
-# Whatever these say, the adapter's outputs are the same: where it is from, and how it was trained or selected.
-# What was trained on is told by the tensors themselves.
-_NO_MATTER = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "lora_dropout",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "task_type",
-}
-
 
 def to_peft(weights: LoraWeights, base: BaseModelSpec) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Tensors by PEFT's names (copies) and the fields of its `LoraConfig`, for transformers' model of the base."""
-    tensors = {_PREFIX + name: p.detach().cpu().numpy().copy() for name, p in weights.named_parameters()}
-    config = {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": base.source,
-        "revision": base.revision,
-        "inference_mode": True,
-        "r": weights.rank,
-        "lora_alpha": int(weights.alpha) if float(weights.alpha).is_integer() else weights.alpha,
-        "lora_dropout": 0.0,
-        # Whole paths: a bare name would be found in some vision towers too.
-        "target_modules": sorted(weights.pairs),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-    }
-    return tensors, config
-
-
-def peft_settings(
-    tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]
-) -> tuple[int, float, tuple[LoraTarget, ...]]:
-    """Rank, alpha and targets of an adapter that PEFT wrote; `LoraSpec`'s fields of those names fit it.
-
-    Raises:
-        SpecError: if it uses what is not supported here, so that its outputs would be other ones.
-    """
-    if config.get("peft_type") != "LORA":
-        raise SpecError(refusal("adapter_config.peft_type", config.get("peft_type"), "'LORA'", "train a LoRA adapter"))
-    if config.get("bias", "none") != "none":
-        raise SpecError(refusal("adapter_config.bias", config["bias"], "'none'", "train it without biases"))
-    start = config.get("init_lora_weights", True)
-    if start not in (True, False, "gaussian", "orthogonal"):
-        possible = "true, false, 'gaussian' or 'orthogonal', which leave the base's weights as they are"
-        raise SpecError(refusal("adapter_config.init_lora_weights", start, possible, "convert it to plain LoRA first"))
-    for field in sorted(config.keys() - _READ - _NO_MATTER):
-        if config[field]:  # whatever a later PEFT adds is off where it is None, False or empty
-            raise SpecError(
-                refusal(f"adapter_config.{field}", config[field], "off or empty", "train plain LoRA of one rank")
-            )
-    for field in ("r", "lora_alpha"):
-        if not isinstance(config.get(field), int | float):
-            raise SpecError(refusal(f"adapter_config.{field}", config.get(field), "a number", "save it with PEFT"))
-    targets = set()
-    for name in sorted(tensors):
-        found = _TENSOR.fullmatch(name)
-        if found is None or found[2] not in get_args(LoraTarget):
-            possible = f"{_PREFIX}{LANGUAGE_MODEL}.layers.N.….lora_A.weight of {', '.join(get_args(LoraTarget))}"
-            raise SpecError(refusal("adapter_model", name, possible, "adapt linears of the language layers only"))
-        targets.add(cast(LoraTarget, found[2]))
-    return int(config["r"]), float(config["lora_alpha"]), tuple(t for t in get_args(LoraTarget) if t in targets)
+    """Tensors by PEFT's names (copies) and the fields of its `LoraConfig`; see `kernels.peft_adapters.exported`."""
+    tensors = {name: p.detach().cpu().numpy().copy() for name, p in weights.named_parameters()}
+    return exported(tensors, base, rank=weights.rank, alpha=weights.alpha)
 
 
 def load_peft(weights: LoraWeights, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
     """Copy an adapter that PEFT wrote into `weights`.
 
     Raises:
-        SpecError: if it uses what is not supported here, or rank, alpha, targets, layers or shapes are not those of
-            `weights`; nothing is changed then.
+        SpecError: see `kernels.peft_adapters.fitted`; nothing is changed then.
     """
-    rank, alpha, targets = peft_settings(tensors, config)
-    for field, given, own in (
-        ("rank", rank, weights.rank),
-        ("alpha", alpha, weights.alpha),
-        ("target_modules", list(targets), list(weights.targets)),
-    ):
-        if given != own:
-            raise SpecError(refusal(f"action_module.{field}", own, f"{given!r}, the file's", "declare what it has"))
-    named = {cast(re.Match[str], _TENSOR.fullmatch(name))[1]: value for name, value in tensors.items()}
-    own_shapes = {name: tuple(p.shape) for name, p in weights.named_parameters()}
-    for name in sorted(own_shapes.keys() | named.keys()):
-        shape = tuple(named[name].shape) if name in named else None
-        if shape != own_shapes.get(name):
-            possible = f"shape {own_shapes.get(name)}"
-            raise SpecError(refusal(f"adapter_model.{name}", shape, possible, "use the base that it was made for"))
+    shapes = {name: tuple(p.shape) for name, p in weights.named_parameters()}
+    found = fitted(tensors, config, shapes, rank=weights.rank, alpha=weights.alpha, targets=weights.targets)
     with torch.no_grad():
         for name, parameter in weights.named_parameters():
-            parameter.copy_(torch.from_numpy(np.ascontiguousarray(named[name], dtype=np.float32)))
+            parameter.copy_(torch.from_numpy(found[name]))

@@ -22,11 +22,13 @@ from configs.cluster import ClusterSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.errors import DataFault, SpecError, refusal
 from configs.home import Home
-from configs.model import MODULE_SPECS, ActionModuleSpec, BaseModelSpec, PiSpec
+from configs.model import MODULE_SPECS, ActionModuleSpec, BaseModelSpec, LoraSpec, PiSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
+from kernels.peft_adapters import adapter_shapes, fitted
 from services.environments import renderer
 from storage.demonstrations import LeRobotDataset
+from storage.peft_files import read_adapter
 
 T = TypeVar("T")
 
@@ -142,6 +144,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
     _check_reuse(faults, workload)
     if base is not None:
         _check_heads(faults, base, workload.action_module)
+        faults.kept(partial(_check_start_from, workload, base))
     if base is not None and training is not None:
         _check_cameras(faults, base, training)
     if evaluated_in is not None:
@@ -172,6 +175,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         ),
         trainable=workload.trainable,
         start=workload.start,
+        start_from=workload.start_from,
         prefix_key=prefix_key(base),
         algorithm=algorithm,
         sample_count=sample_count(algorithm),
@@ -217,6 +221,24 @@ def _resident_base(faults: _Faults, workload: WorkloadSpec, cluster: ClusterSpec
         )
         return None
     return faults.kept(lambda: presets.base_model(workload.base_model))
+
+
+def _check_start_from(workload: WorkloadSpec, base: BaseModelSpec) -> None:
+    """The adapter that a fresh slot is to begin with, against the module that the workload declares.
+
+    Raises:
+        SpecError: if its files cannot be read, or it is another adapter than declared.
+    """
+    if workload.start_from is None:
+        return
+    module = workload.action_module
+    assert isinstance(module, LoraSpec)  # WorkloadSpec's own rule
+    try:
+        tensors, config = read_adapter(Path(workload.start_from))
+        shapes = adapter_shapes(base, module.rank, module.target_modules)
+        fitted(tensors, config, shapes, rank=module.rank, alpha=module.alpha, targets=module.target_modules)
+    except (DataFault, SpecError) as error:
+        raise SpecError(f"start_from: {error}") from None
 
 
 def _check_learning(faults: _Faults, workload: WorkloadSpec) -> None:

@@ -3,7 +3,8 @@
 A sample's key is a digest of everything that its features depend on, so another picture, prompt, base or padded length
 is another entry, and what is found equals what a forward would give to the bit (float32 on a CPU, where a row does not
 depend on its company). A full store keeps what it has: samples come in shuffled epochs, and making room for the newest
-would throw each entry away just before it is wanted again.
+would throw each entry away just before it is wanted again. A scope goes with the last tenant that uses it, so all
+scopes together hold at most `max_bytes` for each open tenant and once more for those that share.
 """
 
 from __future__ import annotations
@@ -17,12 +18,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.algorithm import SftSpec
+from configs.backend import BackendConfig
 from configs.model import BaseModelSpec, Part
 from configs.signature import prefix_key
 from kernels.features import VLAFeature, concatenated
 
 SHARED = ""  # a scope no tenant's name can be
 LEAST_SAMPLES = 1000
+
+
+def scope_of(backend: BackendConfig) -> str | None:
+    """The scope that a workload's features are kept in and found in: its tenant's own, or that of all that share.
+
+    None where none are kept: for rollouts, whose features travel with them, where the workload says so, and where the
+    module changes the base.
+    """
+    reuse = backend.resources.reuse_features
+    if reuse == "never" or backend.policy.action_module.inside_base or not isinstance(backend.algorithm, SftSpec):
+        return None
+    return SHARED if reuse == "shared" else backend.policy.tenant
 
 
 class FeatureStore:
@@ -68,6 +83,13 @@ class FeatureStore:
         with self._lock:
             self._rows.pop(scope, None)
             self._bytes.pop(scope, None)
+
+    def retain(self, scopes: Collection[str | None]) -> None:
+        """Forget all scopes but these."""
+        with self._lock:
+            for scope in self._rows.keys() - set(scopes):
+                del self._rows[scope]
+                self._bytes.pop(scope, None)
 
     def num_bytes(self) -> dict[str, int]:
         """{scope: bytes kept}."""

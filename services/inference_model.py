@@ -83,10 +83,13 @@ class InferenceModelService:
         return "ok"
 
     async def status(self) -> dict[str, Any]:
-        """Serving versions, pins, the queue, running rollouts and evaluations, and batching figures."""
+        """Serving versions, pins and bytes, the queue, running rollouts and evaluations, and batching figures."""
         return {
             "base_models": {name: base.num_bytes for name, base in self._bases.items()},
-            "tenants": {t: {"version": p.current.version, "pinned": p.pinned} for t, p in self._tenants.items()},
+            "tenants": {
+                t: {"version": p.current.version, "pinned": p.pinned, "bytes": p.num_bytes}
+                for t, p in self._tenants.items()
+            },
             "waiting_rows": sum(b.waiting_rows for b in self._batchers.values()),
             "active": self._loops.active,
             "batches": self._batches,

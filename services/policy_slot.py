@@ -24,8 +24,9 @@ from kernels import action_modules
 from kernels.advantages import ESTIMATORS
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature
+from kernels.lora import load_peft
 from kernels.updates import Optimizer, SftUpdate, new_optimizer, ppo_update
-from services.feature_store import SHARED, FeatureStore, KeptFeatures
+from services.feature_store import FeatureStore, KeptFeatures, scope_of
 from services.interface import Interface
 from services.rollout import FEATURE
 from services.training_features import Ask, answered, ask
@@ -74,6 +75,15 @@ class PolicySlot:
         """A new workload of this policy starts with a fresh optimizer."""
         self.optimizers[policy_key] = new_optimizer(self.module, algorithm)
 
+    def start_from(self, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
+        """Begin with an adapter that PEFT wrote; the head stays as it was drawn.
+
+        Raises:
+            SpecError: if it is not the adapter that the module declares.
+        """
+        assert self.module.adapter is not None  # WorkloadSpec's own rule
+        load_peft(self.module.adapter, tensors, config)
+
     def parameters(self) -> dict[str, np.ndarray]:
         """Copies of the parameters by name."""
         return action_modules.export_parameters(self.module)
@@ -117,6 +127,8 @@ class PolicySlot:
         Raises:
             TenantFault: if a parameter is not finite.
         """
+        # Else the last gradients stay in memory until the next job.
+        self.optimizers[policy_key].adam.zero_grad(set_to_none=True)
         if not all(torch.isfinite(p).all() for p in self.module.parameters()):
             raise TenantFault(
                 f"parameters: tenant {self.config.tenant!r} got NaN or infinity after version {self.version}; "
@@ -201,10 +213,8 @@ class PolicySlot:
 
     def kept(self, store: FeatureStore, backend: BackendConfig) -> KeptFeatures | None:
         """The scope of the store that the workload uses; None where features may not be kept."""
-        reuse = backend.resources.reuse_features
-        if reuse == "never" or self.config.action_module.inside_base:
-            return None
-        return KeptFeatures(store, SHARED if reuse == "shared" else self.config.tenant)
+        scope = scope_of(backend)
+        return None if scope is None else KeptFeatures(store, scope)
 
     # checkpoints
 

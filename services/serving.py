@@ -48,6 +48,11 @@ class ServingPolicy:
         self.module.eval().requires_grad_(False)
         self.interface = Interface(config)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of parameters."""
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+
     def prepare(self, backbone: Backbone, observation: Mapping[str, Any]) -> tuple[PrefixBatch, Tensor]:
         """See `Interface.prepare`."""
         return self.interface.prepare(backbone, observation)
@@ -132,6 +137,12 @@ class ServingPolicies:
     def pinned(self) -> dict[int, int]:
         """{version: holders}."""
         return {version: holders for version, (_, holders) in self._pinned.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all versions that are kept."""
+        kept = {id(p): p for p in (self._current, *self._recent, *(p for p, _ in self._pinned.values()))}
+        return sum(policy.num_bytes for policy in kept.values())
 
     def load(self, policy: ServingPolicy) -> None:
         """Make `policy` current.

@@ -106,6 +106,7 @@ class TrainingModelService:
                 base is not the declared one.
             UnknownObject: if no such base is resident.
             TenantFault: if all slots are taken.
+            DataFault, SpecError: if the adapter that it is to start from cannot be read or is not the declared one.
         """
         backend = BackendConfig.model_validate(config)
         tenant = backend.policy.tenant
@@ -123,23 +124,25 @@ class TrainingModelService:
                     refusal("tenant.name", tenant, f"{self._max_slots} slots, all taken", "close a tenant that is done")
                 )
             if slot is None:
+                start = await self._run(self._files, self._read_start, backend)
+                slot = await self._run(self._compute, self._new_slot, backend, start)
                 self._kept.clear(tenant)
-                slot = await self._run(self._compute, self._new_slot, backend)
             slot.ensure_optimizer(backend.policy_key, backend.algorithm)
             self._slots[tenant] = slot
             self._configs[backend.policy_key] = backend
             self._folders[backend.policy_key] = Path(folder)
             self._jobs_trained[backend.policy_key] = 0
             self._last_job.pop(backend.policy_key, None)
+            self._forget_unused_features()
             return {"version": slot.version, "bytes": slot.num_bytes}
 
     async def close_slot(self, tenant_id: str) -> None:
         """Forget the tenant's runtime state; its output folder stays. Closing twice is harmless."""
         async with self._lock(tenant_id):
             self._slots.pop(tenant_id, None)
-            self._kept.clear(tenant_id)
             for key in [k for k, c in self._configs.items() if c.policy.tenant == tenant_id]:
                 del self._configs[key], self._folders[key]
+            self._forget_unused_features()
 
     async def versions(self) -> dict[str, int]:
         """Current policy version of each tenant."""
@@ -312,10 +315,18 @@ class TrainingModelService:
 
     # what runs in the executors
 
-    def _new_slot(self, backend: BackendConfig) -> PolicySlot:
+    def _read_start(self, backend: BackendConfig) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        from storage.peft_files import read_adapter
+
+        return None if backend.start_from is None else read_adapter(Path(backend.start_from))
+
+    def _new_slot(self, backend: BackendConfig, start: tuple[dict[str, Any], dict[str, Any]] | None) -> PolicySlot:
         from services.policy_slot import PolicySlot
 
-        return PolicySlot(backend.policy)
+        slot = PolicySlot(backend.policy)
+        if start is not None:
+            slot.start_from(*start)
+        return slot
 
     def _read(self, job: dict[str, Any], task_name: str, fields: list[str]) -> tuple[SampleMetadata, dict[str, Any]]:
         """All samples of the job's partition for one stage, checked against the job's tags, with row instructions."""
@@ -369,6 +380,12 @@ class TrainingModelService:
             return slot.evaluated(self._bases[backend.policy.base_model.name].backbone, backend, data)
 
     # lookups
+
+    def _forget_unused_features(self) -> None:
+        """What was kept for workloads that are no longer open goes; what is shared goes with the last that shares."""
+        from services.feature_store import scope_of
+
+        self._kept.retain([scope_of(config) for config in self._configs.values()])
 
     def _lock(self, tenant: str) -> asyncio.Lock:
         return self._locks.setdefault(tenant, asyncio.Lock())

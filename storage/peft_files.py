@@ -4,6 +4,9 @@ Layout of a folder:
 
     adapter_config.json           fields of PEFT's LoraConfig
     adapter_model.safetensors     {"base_model.model.<path of a linear>.lora_A.weight": [r, inputs], …}
+
+PEFT reads these two and nothing else, so other files may lie beside them. Weights of PEFT's older form
+(`adapter_model.bin`, a pickle) are never opened.
 """
 
 from __future__ import annotations
@@ -27,16 +30,38 @@ TENSORS = "adapter_model.safetensors"
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
+def write_adapter(
+    folder: Path,
+    tensors: Mapping[str, NDArray[Any]],
+    config: Mapping[str, Any],
+    *,
+    beside: Mapping[str, bytes] | None = None,
+) -> None:
     """Write an adapter; the folder appears whole or not at all.
+
+    Args:
+        folder: that does not exist yet.
+        tensors: by PEFT's names.
+        config: fields of its `LoraConfig`.
+        beside: contents of further files, by name.
 
     Raises:
         Conflict: the folder exists.
     """
-    content = save({name: np.ascontiguousarray(a) for name, a in tensors.items()}, metadata={"format": "pt"})
+    files = {CONFIG: encode_object(config), TENSORS: encode_tensors(tensors), **(beside or {})}
     with new_folder(folder, "adapter") as building:
-        write_synced(building / CONFIG, json.dumps(dict(config), indent=2, sort_keys=True).encode())
-        write_synced(building / TENSORS, content)
+        for name, content in files.items():
+            write_synced(building / name, content)
+
+
+def encode_tensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:
+    """A safetensors file as PEFT writes it."""
+    return save({name: np.ascontiguousarray(a) for name, a in tensors.items()}, metadata={"format": "pt"})
+
+
+def encode_object(value: Mapping[str, Any]) -> bytes:
+    """A JSON file that a person can read."""
+    return json.dumps(dict(value), indent=2, sort_keys=True).encode()
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:

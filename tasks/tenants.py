@@ -80,13 +80,16 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
                 await platform.metrics(),
             )
             slot = await training.open_slot(config, str(folder), fresh=fresh)
-            await inference.open_policy(config["policy"], fresh=fresh)
+            # Both services draw the same first weights from the seed; what was read from files is handed over.
+            started = await training.export_params(workload.tenant.name) if workload.start_from else None
+            await inference.open_policy(config["policy"], fresh=fresh, tensors=started and started["tensors"])
             if slot["version"] > 0:
                 await training.publish(workload.tenant.name)
             parameters = {
                 "base_model": workload.base_model,
                 "action_module": workload.action_module.kind,
                 "schema_signature": backend.policy.schema_signature,
+                **({"start_from": workload.start_from} if workload.start_from else {}),
                 **{
                     f"algorithm.{k}": v
                     for k, v in workload.algorithm.model_dump(mode="json").items()

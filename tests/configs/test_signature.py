@@ -15,7 +15,7 @@ from configs.model import BaseModelSpec, OftSpec
 from configs.signature import canonical_json, digest, prefix_key, schema_signature
 
 BASE = presets.base_model("tiny-qwen3-vl")
-MODULE = OftSpec(horizon=2, action_width=4, state_width=25, proprioception="head")
+MODULE = OftSpec(horizon=2, action_width=4, state_width=25, hidden_width=256, proprioception="head")
 TOP, WRIST = (CameraSpec(name=name, height=64, width=64) for name in ("top", "wrist"))
 
 

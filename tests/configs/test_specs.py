@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from configs import presets, seeds
 from configs.algorithm import MAX_ROLLOUTS
 from configs.errors import SpecError
+from configs.model import MODULE_SPECS, LoraTarget
 from configs.requests import CollectRequest, EvaluateRequest
 from configs.spec import Spec, parse
 from configs.workload import EvaluationSpec, LimitsSpec, ResourcesSpec, WorkloadSpec
@@ -170,6 +171,36 @@ def test_an_evaluation_that_a_workload_may_declare_may_be_requested() -> None:
         num_envs=most.num_envs,
         hosts=hosts,
     )
+
+
+def test_sizes_left_out_are_the_published_ones() -> None:
+    """StarVLA's QwenOFT and QwenGR00T on Qwen3-VL-4B, openpi's gemma_300m, OpenVLA-OFT's LoRA."""
+    widths = {"horizon": 8, "action_width": 7, "state_width": 7, "proprioception": "head"}
+    published: dict[str, dict[str, Any]] = {
+        "oft": {"hidden_width": 2 * presets.base_model("qwen3-vl-4b").hidden_width, "residual_blocks": 2},
+        "gr00t": {
+            "hidden_width": 1024,
+            "layers": 16,
+            "heads": 12,
+            "head_width": 64,
+            "future_tokens": 32,
+            "denoising_steps": 4,
+            "time_buckets": 1000,
+            "beta_alpha": 1.5,
+            "beta_beta": 1.0,
+            "time_scale": 0.999,
+            "repeated_steps": 8,
+        },
+        # Its depth, key/value heads and their width are those of the base: 18, 1 and 256 of PaliGemma.
+        "pi": {"hidden_width": 1024, "mlp_width": 4096, "heads": 8, "denoising_steps": 10},
+        "lora": {"rank": 32, "alpha": 16.0, "target_modules": get_args(LoraTarget)},
+    }
+    assert published.keys() == MODULE_SPECS.keys()
+    for kind, sizes in published.items():
+        spec = MODULE_SPECS[kind].model_validate(widths)
+        assert {name: getattr(spec, name) for name in sizes} == sizes, kind
+    base = presets.base_model("paligemma-2b")
+    assert (base.num_layers, base.num_key_value_heads, base.head_width) == (18, 1, 256)
 
 
 def test_the_gpu_cluster_keeps_the_large_base_resident() -> None:

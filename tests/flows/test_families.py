@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import peft
 import pytest
 
 from configs import presets
-from configs.home import Home
+from configs.backend import PolicyConfig
+from configs.home import PROJECT_ROOT, Home
 from configs.platform import PlatformAddresses
 from configs.requests import EvaluateRequest
 from configs.workload import EvaluationSpec, WorkloadSpec
-from services import lookup
+from joynexus.command import main
+from kernels import action_modules, backbones
+from kernels.backbones import Backbone
+from services import lookup, serving
+from services.serving import Request, ServingPolicy
 from storage.partitions import PartitionStore
+from storage.registry import ResolvedAdapter
+from tasks.connection import platform_connection
+from tasks.tenants import close_tenant, open_tenant
 from tests.flows.running import collect, running, workload
+from tests.services import policies
 
 DATASET = "families"
 HELD_OUT = EvaluationSpec(environment="reach", episodes=4, first_seed=45_000, num_envs=4)
@@ -82,6 +94,66 @@ def test_tenants_of_all_families_train_are_evaluated_and_served_from_the_registr
     asyncio.run(main())
 
 
+def test_an_adapter_leaves_as_pefts_files_and_comes_back_as_another_tenants_start(
+    platform: PlatformAddresses, home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained, registered, exported by the command, loaded by PEFT with the outputs of the version; and a workload that
+    starts from the folder serves and trains those A and B at version 0."""
+    rollouts = {"jobs": 1, "num_envs": 2, "rollout_steps": 8, "microbatch_size": 8, "epochs": 1}
+    trained = spec("reach", "leaving", "lora", "tiny-qwen3-vl", **rollouts)
+    folder = tmp_path / "exported"
+    again = trained.model_copy(
+        update={"tenant": trained.tenant.model_copy(update={"name": "coming"}), "start_from": str(folder)}
+    )
+
+    async def train() -> ResolvedAdapter:
+        async with running(platform, home) as here:
+            await here.completed(await here.start(trained))
+            metrics = await here.service(lookup.METRICS)
+            found: ResolvedAdapter = await metrics.resolve("models:/leaving.rl@champion")
+            return found
+
+    found = asyncio.run(train())
+    assert main(["--home", platform.home, "adapters", "--export", "models:/leaving.rl@champion", str(folder)]) == 0
+    assert capsys.readouterr().out == f"models:/leaving.rl/{found.version} is in {folder}\n"
+    assert main(["--home", platform.home, "adapters", "--export", "models:/nobody.rl@champion", "x"]) == 2
+    assert capsys.readouterr().err.startswith("joynexus: adapter: got 'nobody.rl'; possible: ")
+
+    config = PolicyConfig.model_validate(found.manifest["policy"])
+    seen = policies.observation(3, 1)
+    module = action_modules.build(config.action_module, config.base_model, 1)
+    action_modules.load_parameters(module, found.params)
+    ours, theirs = (backbones.load(config.base_model, PROJECT_ROOT) for _ in range(2))
+    peft.PeftModel.from_pretrained(theirs.model, str(folder))
+    served, loaded = (
+        base.encode(base.prepare(seen, ["top"]), adapters=adapters).action_tokens
+        for base, adapters in ((ours, [(slice(0, 3), module.adapter)]), (theirs, ()))
+    )
+    assert (served - loaded).abs().max() <= 1e-6
+
+    async def start_again() -> tuple[dict[str, Any], dict[str, Any]]:
+        async with platform_connection(home) as here:
+            await open_tenant.fn(here, again, "coming-back")
+            try:
+                payload = await (await here.training()).export_params("coming")
+                return payload, await (await here.inference()).predict(seen, "coming")
+            finally:
+                await close_tenant(here, "coming")
+                await close_tenant(here, "leaving")
+
+    payload, answer = asyncio.run(start_again())
+    assert (payload["version"], answer["policy_version"]) == (0, 0)
+    inside = {n: a for n, a in payload["tensors"].items() if n.startswith("adapter.")}
+    assert all(np.array_equal(array, found.params[name]) for name, array in inside.items())
+    (alone,) = serving.forward(ours, [_request(ServingPolicy(config, 0, payload["tensors"]), ours, seen)])
+    np.testing.assert_array_equal(answer["action"], alone.action)
+
+
+def _request(policy: ServingPolicy, backbone: Backbone, seen: dict[str, Any]) -> Request:
+    prefix, proprioception = policy.prepare(backbone, seen)
+    return Request(policy, prefix, proprioception, None)
+
+
 def test_only_modules_that_give_log_probabilities_learn_by_rl(platform: PlatformAddresses, home: Home) -> None:
     """Refused at admission, in the workload's flow run."""
 
@@ -96,5 +168,5 @@ def test_only_modules_that_give_log_probabilities_learn_by_rl(platform: Platform
 
 
 def test_the_preset_workloads_of_other_modules_are_admitted() -> None:
-    for name, kind in (("demos-gr00t", "gr00t"), ("demos-pi", "pi")):
+    for name, kind in (("demos-gr00t", "gr00t"), ("demos-pi", "pi"), ("demos-lora", "lora")):
         assert presets.workload(name).action_module.kind == kind

@@ -152,12 +152,12 @@ def test_unknown_cluster_is_refused_before_anything(idle_home: Path, capsys: pyt
     assert not idle_home.exists()
 
 
-@pytest.mark.parametrize("verb", ["jobs", "tenants", "adapters"])
+@pytest.mark.parametrize("verb", ["jobs", "tenants", "adapters", "adapters --export models:/a.sft/1 out"])
 def test_questions_without_a_platform_say_how_to_start_one(
     verb: str, idle_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line, exit code 2."""
-    assert main(["--home", str(idle_home), verb]) == 2
+    assert main(["--home", str(idle_home), *verb.split()]) == 2
     assert "run `joynexus up`" in capsys.readouterr().err
 
 

@@ -37,7 +37,7 @@ SPECS: dict[str, ActionModuleSpec] = {
         embodiments=2,
         embodiment=1,
     ),
-    "oft": OftSpec(horizon=4, action_width=3, state_width=5, proprioception="head"),
+    "oft": OftSpec(horizon=4, action_width=3, state_width=5, hidden_width=256, proprioception="head"),
     "pi": PiSpec(
         horizon=4,
         action_width=3,
@@ -364,7 +364,8 @@ def test_a_payload_that_does_not_fit_is_refused_and_changes_nothing(module: Acti
 
 def test_oft_log_probability_and_entropy_by_hand() -> None:
     """A = 2, log-std 0: at distance (1, 2) from the mean, −½(1 + 4) − ln 2π; entropy 2 · ½ ln 2πe."""
-    spec = OftSpec(horizon=1, action_width=2, state_width=1, proprioception="none", initial_log_std=0.0)
+    declared = {"horizon": 1, "action_width": 2, "state_width": 1, "hidden_width": 32, "proprioception": "none"}
+    spec = OftSpec(**declared, initial_log_std=0.0)
     module = action_modules.build(spec, BASE, seed=0)
     feature, _ = inputs(1)
     mean = module.mean(feature, None)

@@ -68,7 +68,7 @@ def test_slices_of_rows_take_their_own_pictures(backbone: Backbone) -> None:
 
 def test_nan_in_one_tenants_state_leaves_its_neighbours_bits(backbone: Backbone) -> None:
     base = presets.base_model("tiny-qwen3-vl")
-    spec = OftSpec(horizon=2, action_width=2, state_width=2, proprioception="head")
+    spec = OftSpec(horizon=2, action_width=2, state_width=2, hidden_width=256, proprioception="head")
     modules = [action_modules.build(spec, base, seed) for seed in (0, 1)]
     prefixes = [backbone.prepare(observation(2, seed), ["base"]) for seed in (1, 2)]
     grouped, slices = group(prefixes)

@@ -17,7 +17,8 @@ from configs.errors import SpecError
 from configs.model import LoraSpec, LoraTarget, OftSpec
 from kernels import action_modules
 from kernels.backbones import Backbone, Qwen3VlBackbone
-from kernels.lora import LoraWeights, load_peft, peft_settings, to_peft
+from kernels.lora import LoraWeights, load_peft, to_peft
+from kernels.peft_adapters import peft_settings
 from kernels.updates import new_optimizer, sft_update
 from storage.peft_files import read_adapter, write_adapter
 from tests.kernels.conftest import observation
@@ -134,6 +135,8 @@ def test_tensors_of_other_places_are_refused_and_change_nothing() -> None:
             {**tensors, first.replace("layers.0", "layers.2"): value},
             r"layers.2.*: got \(4, 128\); possible: shape N",
         ),
+        ({**tensors, first.replace("model.language", "model.model.language"): value}, "possible: each linear once; "),
+        ({**tensors, first: value * np.inf}, "q_proj.lora_A.weight: got 'NaN or infinity'; possible: finite numbers"),
         (rest, r"layers.0.self_attn.q_proj.lora_A.weight: got None; possible: shape \(4, 128\)"),
         ({**tensors, first: value[:, :64]}, r"q_proj.lora_A.weight: got \(4, 64\); possible: shape \(4, 128\)"),
     ):

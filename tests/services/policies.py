@@ -22,8 +22,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "oft": {"hidden_width": 32, "residual_blocks": 1},
     "gr00t": {"hidden_width": 32, "layers": 2, "heads": 2, "head_width": 16, "future_tokens": 4},
     "pi": {"hidden_width": 32, "mlp_width": 64, "heads": 2},
-    "lora": {"hidden_width": 32, "residual_blocks": 1, "rank": 4, "alpha": 8.0},
+    "pi05": {"hidden_width": 32, "mlp_width": 64, "heads": 2, "version": "pi05", "proprioception": "prompt"},
+    "lora": {
+        "hidden_width": 32,
+        "residual_blocks": 1,
+        "rank": 4,
+        "alpha": 8.0,
+        "target_modules": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    },
 }
+"""Every kind of module, and of the kind `pi` both versions."""
 
 
 def policy(
@@ -40,7 +48,9 @@ def policy(
     """A tenant's interface."""
     spec = base
     widths = {"horizon": horizon, "action_width": action_width, "state_width": state_width}
-    module = MODULE_SPECS[kind].model_validate(SMALL[kind] | widths | {"proprioception": "head"})
+    module = MODULE_SPECS["pi" if kind == "pi05" else kind].model_validate(
+        {"proprioception": "head"} | SMALL[kind] | widths
+    )
     shown = tuple(CameraSpec(name=n, height=spec.image_height, width=spec.image_width) for n in cameras)
     return PolicyConfig(
         tenant=tenant,

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,10 +15,13 @@ from configs import presets
 from configs.cluster import ClusterSpec
 from configs.errors import SpecError
 from configs.home import Home
+from configs.model import LoraTarget
 from configs.spec import parse
 from configs.workload import WorkloadSpec
+from kernels.peft_adapters import adapter_shapes, exported
 from services.admission import admit, admit_all
 from services.environments import renderer
+from storage.peft_files import write_adapter
 
 LAPTOP = presets.cluster("laptop")
 
@@ -81,6 +85,7 @@ def refused(spec: WorkloadSpec, home: Path, cluster: ClusterSpec = LAPTOP) -> li
         "evaluation.",
         "resources.",
         "algorithm.",
+        "start_from",
     )
     faults = message.removeprefix(f"{spec.tenant.name}: ").split("; ")
     starts = [i for i, part in enumerate(faults) if part.startswith(fields) and ": got " in part]
@@ -91,7 +96,7 @@ def test_a_compiled_workload_carries_all_that_it_declared(tmp_path: Path) -> Non
     spec = workload(start="continue", evaluation__sampled=True)
     config = admit(spec, Home(tmp_path), LAPTOP)
     compiled = config.model_dump(mode="json")
-    for field in ("trainable", "start", "algorithm", "evaluation", "limits", "resources", "outputs"):
+    for field in ("trainable", "start", "start_from", "algorithm", "evaluation", "limits", "resources", "outputs"):
         assert compiled[field] == spec.model_dump(mode="json")[field], field
     assert config.trainable.parameterisation == "action_module"
     assert admit(workload(), Home(tmp_path), LAPTOP).start == "fresh"
@@ -248,3 +253,56 @@ def test_a_module_inside_the_base_shares_no_features(tmp_path: Path) -> None:
     admit(workload(action_module=lora), Home(tmp_path), LAPTOP)
     (fault,) = refused(workload(action_module=lora, resources__reuse_features="shared"), tmp_path)
     assert fault.startswith("resources.reuse_features: got 'shared'; possible: own or never with module 'lora'; ")
+
+
+LORA = {"kind": "lora", "horizon": 1, "action_width": 2, "state_width": 2, "proprioception": "head"}
+
+
+def an_adapter(folder: Path, rank: int = 4, alpha: int = 8, targets: tuple[LoraTarget, ...] = ("q_proj",)) -> str:
+    """PEFT's files of a random adapter of the tiny base."""
+    base = presets.base_model("tiny-qwen3-vl")
+    rng = np.random.default_rng(0)
+    own = {n: rng.normal(size=s).astype(np.float32) for n, s in adapter_shapes(base, rank, targets).items()}
+    write_adapter(folder, *exported(own, base, rank=rank, alpha=alpha))
+    return str(folder)
+
+
+def test_an_adapter_to_start_from_must_be_the_declared_one(tmp_path: Path) -> None:
+    path = an_adapter(tmp_path / "given")
+    declared = LORA | {"rank": 4, "alpha": 8, "target_modules": ["q_proj"]}
+    assert admit(workload(action_module=declared, start_from=path), Home(tmp_path), LAPTOP).start_from == path
+    for changes, fault in (
+        ({"rank": 8}, "start_from: action_module.rank: got 8; possible: 4, the file's; declare what it has"),
+        ({"alpha": 9}, "start_from: action_module.alpha: got 9.0; possible: 8.0, the file's; declare what it has"),
+        ({"target_modules": ["k_proj"]}, "start_from: action_module.target_modules: got ['k_proj']; possible: ['q_pr"),
+    ):
+        (told,) = refused(workload(action_module=declared | changes, start_from=path), tmp_path)
+        assert told.startswith(fault)
+    (told,) = refused(workload(action_module=declared, start_from=str(tmp_path / "none")), tmp_path)
+    assert told.startswith(f"start_from: {tmp_path}/none: got ")
+    assert told.endswith("adapter_config.json and adapter_model.safetensors; save the adapter with PEFT's safetensors")
+
+
+def test_a_pickle_is_no_adapter_to_start_from(tmp_path: Path) -> None:
+    """PEFT's older form of the weights is not looked at."""
+    folder = Path(an_adapter(tmp_path / "given"))
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    declared = LORA | {"rank": 4, "alpha": 8, "target_modules": ["q_proj"]}
+    (told,) = refused(workload(action_module=declared, start_from=str(folder)), tmp_path)
+    assert "adapter_model.safetensors" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"start_from": "/x"}, "start_from: got '/x' with start 'fresh' and action_module.kind 'oft'; possible: 'fre"),
+        ({"start_from": "/x", "action_module": LORA, "start": "continue"}, "with start 'continue' and action_module.k"),
+        ({"start_from": "x", "action_module": LORA}, "start_from: got 'x'; possible: an absolute path without '..'"),
+        ({"start_from": "/a/../x", "action_module": LORA}, "start_from: got '/a/../x'; possible: an absolute path wi"),
+    ],
+)
+def test_where_there_is_no_place_for_an_adapter_none_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        workload(**changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from configs import presets
+from configs.errors import SpecError
+from configs.spec import parse
+from configs.workload import ResourcesSpec, WorkloadSpec
 from kernels.features import VLAFeature
-from services.feature_store import FeatureStore, sample_bytes, sample_keys
+from services.feature_store import SHARED, FeatureStore, sample_bytes, sample_keys, scope_of
+from tests.services.policies import backend
 
 KEY = b"k" * 16
 
@@ -42,6 +46,36 @@ def test_each_scope_has_room_of_its_own_and_what_is_there_stays() -> None:
     store.clear("a")
     assert store.num_bytes() == {"b": 32}
     assert store.put("a", keys[3], row(3.0))
+
+
+def test_only_scopes_in_use_are_retained() -> None:
+    store = FeatureStore(1000)
+    for scope in ("a", "b", SHARED):
+        store.put(scope, KEY, row(1.0))
+    store.retain([SHARED, None, "b", "c"])
+    assert store.num_bytes() == {"b": 32, SHARED: 32}
+    assert store.get("a", KEY) is None
+    assert store.get(SHARED, KEY) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "how", "scope"),
+    [
+        ("oft", "sft", "own", "t"),
+        ("oft", "sft", "shared", SHARED),
+        ("oft", "sft", "never", None),
+        ("oft", "rl", "own", None),
+        ("lora", "sft", "own", None),
+    ],
+)
+def test_a_workload_has_the_scope_that_it_declares(kind: str, task: str, how: Any, scope: str | None) -> None:
+    config = backend("t", task, kind=kind).model_copy(update={"resources": ResourcesSpec(reuse_features=how)})
+    assert scope_of(config) == scope
+
+
+def test_no_tenants_name_is_the_shared_scope() -> None:
+    with pytest.raises(SpecError, match=r"tenant.name: got ''"):
+        parse(WorkloadSpec, presets.workload("demos").model_dump(mode="json") | {"tenant": {"name": SHARED}}, where="w")
 
 
 TOP = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)

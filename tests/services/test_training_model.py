@@ -13,9 +13,10 @@ from configs.errors import Conflict, DataFault, SpecError, TenantFault, UnknownO
 from configs.home import PROJECT_ROOT
 from configs.workload import ResourcesSpec
 from kernels import backbones
+from services.feature_store import SHARED
 from services.rollout import FEATURE
 from services.training_model import TrainingModelService
-from tests.services.policies import BASE, BASES, backend, job, observation, put_demonstrations
+from tests.services.policies import BASE, BASES, SMALL, backend, job, observation, put_demonstrations
 
 KINDS = ("oft", "pi", "lora")
 Parameters = dict[str, np.ndarray]
@@ -43,13 +44,14 @@ def equal(a: Parameters, b: Parameters) -> bool:
     return all(np.array_equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("kind", sorted(SMALL))
 def test_a_job_makes_one_step_a_microbatch_and_moves_the_version_by_as_many(
-    service: TrainingModelService, tmp_path: Path
+    service: TrainingModelService, tmp_path: Path, kind: str
 ) -> None:
     """8 samples in microbatches of 4: two steps, version 2."""
 
     async def main() -> None:
-        config = backend("a")
+        config = backend("a", kind=kind)
         assert (await opened(service, tmp_path, config))["version"] == 0
         before = await parameters(service, "a")
         result = await service.train_job(put_demonstrations(partitions(tmp_path), config))
@@ -72,11 +74,12 @@ def test_a_resent_job_is_done_once(service: TrainingModelService, tmp_path: Path
     asyncio.run(main())
 
 
-def test_training_one_tenant_leaves_the_others_bits(service: TrainingModelService, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_training_one_tenant_leaves_the_others_bits(service: TrainingModelService, tmp_path: Path, kind: str) -> None:
     """A and B train in turns; B's parameters are those of B trained without A, and while A trains B's do not move."""
 
     async def main() -> None:
-        a, b = backend("a", learning_rate=0.1), backend("b", seed=3)
+        a, b = backend("a", learning_rate=0.1), backend("b", seed=3, kind=kind)
         await opened(service, tmp_path, a)
         await opened(service, tmp_path, b)
         for number in range(2):
@@ -134,12 +137,15 @@ def test_another_tenants_partition_is_not_trained_on(service: TrainingModelServi
     asyncio.run(main())
 
 
-def test_resume_with_optimizer_equals_the_uninterrupted_run(service: TrainingModelService, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_resume_with_optimizer_equals_the_uninterrupted_run(
+    service: TrainingModelService, tmp_path: Path, kind: str
+) -> None:
     """Two jobs, restore the checkpoint after the first, train the second again: the same bits; without the optimizer
     not."""
 
     async def main() -> None:
-        config = backend("a")
+        config = backend("a", kind=kind)
         await opened(service, tmp_path, config)
         folder = str(tmp_path / "tenants" / "a" / "sft")
         await service.train_job(put_demonstrations(partitions(tmp_path), config, 0))
@@ -184,16 +190,13 @@ def test_sft_and_rl_of_one_tenant_share_the_slot_and_its_version(service: Traini
     asyncio.run(main())
 
 
-def test_slots_are_bounded_and_cost_no_base(tmp_path: Path) -> None:
-    """Four tenants: the base's bytes are counted once, each slot holds only its action module."""
+def test_slots_are_bounded(tmp_path: Path) -> None:
+    """What they cost is in test_slot_bytes."""
 
     async def main() -> None:
         service = TrainingModelService(str(tmp_path), BASES, 4)
         for tenant in "abcd":
             await opened(service, tmp_path, backend(tenant))
-        status = await service.status()
-        base = status["base_models"][BASE.name]
-        assert all(slot["bytes"] < base / 4 for slot in status["slots"].values())
         with pytest.raises(TenantFault, match="4 slots, all taken"):
             await opened(service, tmp_path, backend("e"))
         await service.close_slot("a")
@@ -348,24 +351,56 @@ def test_demonstrations_seen_before_are_not_encoded_again_and_give_the_same_bits
 
 
 def test_kept_features_are_a_tenants_own_unless_it_shares_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """b trains on the samples of a: it encodes them itself unless both share. A closed slot leaves nothing."""
+    """Six tenants train on the same samples. One finds only what it kept itself, or what sharers kept for sharers."""
+    reuses = {"a": "own", "b": "shared", "c": "own", "d": "shared", "e": "never", "f": "own"}
 
-    async def rows_of_second(how: str) -> int:
-        folder = tmp_path / how
-        service = TrainingModelService(str(folder), BASES, 4, max_feature_bytes=4 << 20)
-        forwards = Forwards(service, monkeypatch)
-        for tenant in "ab":
+    async def main() -> None:
+        service = TrainingModelService(str(tmp_path), BASES, 8, max_feature_bytes=4 << 20)
+        forwards, rows = Forwards(service, monkeypatch), {}
+        for tenant, how in reuses.items():
             before = forwards.rows
             config = reusing(backend(tenant), how)
-            await opened(service, folder, config)
-            await service.train_job(put_demonstrations(partitions(folder), config))
-        rows = forwards.rows - before
-        await service.close_slot("a")
-        assert "a" not in (await service.status())["feature_bytes"]
-        return rows
+            await opened(service, tmp_path, config)
+            await service.train_job(put_demonstrations(partitions(tmp_path), config))
+            rows[tenant] = forwards.rows - before
+        assert rows == {"a": 8, "b": 8, "c": 8, "d": 0, "e": 8, "f": 8}
+        eight = 8 * 4 * 128 * 4  # samples of 4 action tokens × 128 float32
+        assert (await service.status())["feature_bytes"] == {"a": eight, "c": eight, "f": eight, SHARED: eight}
 
-    assert asyncio.run(rows_of_second("own")) == 8
-    assert asyncio.run(rows_of_second("shared")) == 0
+    asyncio.run(main())
+
+
+def test_kept_features_go_with_the_last_tenant_that_uses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing, or opening anew with another declaration: what nobody uses any more takes no bytes."""
+
+    async def main() -> None:
+        service = TrainingModelService(str(tmp_path), BASES, 4, max_feature_bytes=4 << 20)
+        forwards = Forwards(service, monkeypatch)
+        for tenant, how in {"a": "shared", "b": "shared", "c": "own", "d": "own"}.items():
+            config = reusing(backend(tenant), how)
+            await opened(service, tmp_path, config)
+            await service.train_job(put_demonstrations(partitions(tmp_path), config))
+        eight = 8 * 4 * 128 * 4
+
+        async def held() -> dict[str, int]:
+            return dict((await service.status())["feature_bytes"])
+
+        assert await held() == {SHARED: eight, "c": eight, "d": eight}
+        await service.close_slot("a")
+        assert await held() == {SHARED: eight, "c": eight, "d": eight}, "b shares still"
+        await service.close_slot("d")
+        assert await held() == {SHARED: eight, "c": eight}
+        await opened(service, tmp_path, reusing(backend("b"), "own"), fresh=False)
+        assert await held() == {"c": eight}, "nobody shares any more"
+        await opened(service, tmp_path, reusing(backend("c"), "never"), fresh=False)
+        assert await held() == {}
+        again = reusing(backend("e"), "shared")
+        await opened(service, tmp_path, again)
+        before = forwards.rows
+        await service.train_job(put_demonstrations(partitions(tmp_path), again))
+        assert forwards.rows == before + 8, "what was forgotten is computed anew"
+
+    asyncio.run(main())
 
 
 def test_jobs_that_are_called_as_a_group_give_what_each_gives_alone(

@@ -27,6 +27,18 @@ def test_what_was_written_is_read_by_safetensors_and_by_us(tmp_path: Path) -> No
         write_adapter(tmp_path / "one", tensors, {"r": 2})
 
 
+def test_further_files_lie_beside_and_change_nothing_of_what_is_read(tmp_path: Path) -> None:
+    tensors = {"a": np.ones((2, 3), np.float32)}
+    write_adapter(tmp_path / "one", tensors, {"r": 2}, beside={"notes.txt": b"mine"})
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "notes.txt",
+    ]
+    ours, config = read_adapter(tmp_path / "one")
+    assert (config, list(ours)) == ({"r": 2}, ["a"])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_precision_is_read_as_float32(tmp_path: Path, dtype: torch.dtype) -> None:
     """Written by safetensors' torch half, and converted by torch."""

@@ -74,7 +74,7 @@ def plan(size: str, device: str) -> Plan:
             "gr00t": Gr00tSpec(**_WIDTHS),
         }
         base = presets.base_model("tiny-qwen3-vl").model_copy(update={"device": device})
-        return Plan([base], small | default, 11)
+        return Plan([base], small | default, 9)
     modules = sizes.modules(size, horizon=HORIZON, action_width=ACTION, state_width=STATE)
     modules = {"oft small": OftSpec(hidden_width=16, residual_blocks=1, **_WIDTHS), **modules}
     return Plan(list(sizes.random_bases(size, device).values()), modules, 9)
@@ -199,7 +199,7 @@ if __name__ == "__main__":
         measure,
         options=[
             *sizes.OPTIONS,
-            ("rounds", 0, "swaps timed of each module; 0 takes the size's: 11, with full and mini 9"),
+            ("rounds", 0, "swaps timed of each module; 0 takes the size's: 9"),
         ],
         draw=draw,
     )

@@ -58,7 +58,8 @@ def stacked(
             for part, values in bar.items():
                 axes.bar(x, values[place], 0.7, bottom=height, color=colours(parts.index(part)))
                 height += values[place]
-            axes.text(x, height, f"{height:,.0f}" if height >= 100 else f"{height:.3g}", ha="center", va="bottom", fontsize=8)
+            label = f"{height:,.0f}" if height >= 100 else f"{height:.3g}"
+            axes.text(x, height, label, ha="center", va="bottom", fontsize=8)
         axes.set_xticks(range(len(stacks)), list(stacks), fontsize=8)
         axes.set_title(group, fontsize=9)
         axes.tick_params(axis="y", labelsize=7)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 
 def bars(path: Path, groups: Sequence[str], series: Mapping[str, Sequence[float]], unit: str, title: str) -> None:
@@ -32,6 +33,42 @@ def bars(path: Path, groups: Sequence[str], series: Mapping[str, Sequence[float]
     axes.legend(fontsize=8, frameon=False)
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def stacked(
+    path: Path, groups: Sequence[str], stacks: Mapping[str, Mapping[str, Sequence[float]]], unit: str, title: str
+) -> None:
+    """A panel a group on a scale of its own, in it a bar a stack, made of its parts from the bottom up.
+
+    Args:
+        path: PNG file.
+        groups: names above the panels.
+        stacks: {bar: {part: a value a group}}; parts of one name have one colour.
+        unit: what the values are.
+        title: above the picture.
+    """
+    figure = Figure(figsize=(1.2 + 1.9 * len(groups), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(groups), squeeze=False)[0]
+    parts = list(dict.fromkeys(part for bar in stacks.values() for part in bar))
+    colours = colormaps["tab10"]
+    for place, (group, axes) in enumerate(zip(groups, panels, strict=True)):
+        for x, bar in enumerate(stacks.values()):
+            height = 0.0
+            for part, values in bar.items():
+                axes.bar(x, values[place], 0.7, bottom=height, color=colours(parts.index(part)))
+                height += values[place]
+            label = f"{height:,.0f}" if height >= 100 else f"{height:.3g}"
+            axes.text(x, height, label, ha="center", va="bottom", fontsize=8)
+        axes.set_xticks(range(len(stacks)), list(stacks), fontsize=8)
+        axes.set_title(group, fontsize=9)
+        axes.tick_params(axis="y", labelsize=7)
+        axes.margins(y=0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel(unit)
+    figure.suptitle(title, fontsize=11)
+    handles = [Patch(color=colours(i), label=part) for i, part in enumerate(parts)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(parts), fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -12,37 +12,72 @@ import argparse
 import asyncio
 import statistics
 import tempfile
-import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import report, training_jobs
+from benchmarks import report, sizes, training_jobs
 from benchmarks.charts import bars
+from benchmarks.timing import timed_async
 from configs import presets
 from configs.algorithm import AdamSpec, PpoSpec, SftSpec
 from configs.backend import BackendConfig
 from configs.home import PROJECT_ROOT, Home
-from configs.model import ActionModuleSpec, Gr00tSpec, OftSpec, PiSpec
+from configs.model import ActionModuleSpec, BaseModelSpec, Gr00tSpec, OftSpec, PiSpec
 from configs.workload import OutputsSpec, ResourcesSpec
-from kernels import action_modules, backbones
+from kernels import backbones
 from services.rollout import FEATURE
 from services.training_model import TrainingModelService
 from storage.partitions import PartitionStore
 
 STATE, ACTION = 25, 4
-WIDTHS: dict[str, Any] = {"action_width": ACTION, "state_width": STATE, "proprioception": "head"}
-MODULES: dict[str, ActionModuleSpec] = {
-    "oft": OftSpec(horizon=2, hidden_width=256, **WIDTHS),
-    "gr00t": Gr00tSpec(horizon=8, hidden_width=64, layers=2, heads=2, head_width=32, future_tokens=8, **WIDTHS),
-    "pi": PiSpec(horizon=8, hidden_width=64, mlp_width=128, heads=2, **WIDTHS),
+_WIDTHS: dict[str, Any] = {"action_width": ACTION, "state_width": STATE, "proprioception": "head"}
+_TINY_MODULES: dict[str, ActionModuleSpec] = {
+    "oft": OftSpec(horizon=2, hidden_width=256, **_WIDTHS),
+    "gr00t": Gr00tSpec(horizon=8, hidden_width=64, layers=2, heads=2, head_width=32, future_tokens=8, **_WIDTHS),
+    "pi": PiSpec(horizon=8, hidden_width=64, mlp_width=128, heads=2, **_WIDTHS),
 }
 
 
-def _backend(module: ActionModuleSpec, task: str, way: str, samples: int, microbatch: int) -> BackendConfig:
-    adam = AdamSpec(learning_rate=1e-3)
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        bases: to train on, one after another.
+        modules: {kind: module}.
+        turns: epochs timed each way.
+        samples: of an epoch.
+        microbatch: samples of a step.
+        max_feature_bytes: bound of a tenant's store; it must hold 1,000 samples for any to be kept.
+    """
+
+    bases: Sequence[BaseModelSpec]
+    modules: Mapping[str, ActionModuleSpec]
+    turns: int
+    samples: int
+    microbatch: int
+    max_feature_bytes: int
+
+
+def plan(size: str, device: str) -> Plan:
+    """Of `--size`; with `full` fewer samples and turns, sized for ten minutes on one GPU."""
+    if size == "tiny":
+        base = presets.base_model("tiny-qwen3-vl").model_copy(update={"device": device})
+        return Plan([base], _TINY_MODULES, 5, 512, 64, 8 << 30)
+    modules = sizes.modules(size, horizon=8, action_width=ACTION, state_width=STATE)
+    modules.pop("lora")  # trains inside the base: nothing of its features is kept
+    return Plan(list(sizes.random_bases(size, device).values()), modules, 3, 128, 32, 64 << 30)
+
+
+def _backend(
+    base: BaseModelSpec, module: ActionModuleSpec, task: str, way: str, samples: int, microbatch: int
+) -> BackendConfig:
+    adam = AdamSpec(learning_rate=1e-3 if base.dtype == "float32" else 1e-5)  # large modules stay finite
     sft = SftSpec(jobs=1000, batches_per_job=samples // microbatch, microbatch_size=microbatch, optimizer=adam)
     ppo = PpoSpec(jobs=1000, num_envs=8, rollout_steps=samples // 8, microbatch_size=microbatch, optimizer=adam)
     return training_jobs.backend(
@@ -50,6 +85,7 @@ def _backend(module: ActionModuleSpec, task: str, way: str, samples: int, microb
         module,
         sft if task == "sft" else ppo,
         samples,
+        base=base,
         resources=ResourcesSpec(reuse_features="own" if way == "kept" else "never"),
         outputs=OutputsSpec(checkpoint_every_jobs=1000),
     )
@@ -58,7 +94,8 @@ def _backend(module: ActionModuleSpec, task: str, way: str, samples: int, microb
 def _samples(config: BackendConfig) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     n, horizon = config.sample_count, config.policy.action_module.horizon
-    images = rng.integers(0, 256, (n, 64, 64, 3), dtype=np.uint8)
+    base = config.policy.base_model
+    images = rng.integers(0, 256, (n, base.image_height, base.image_width, 3), dtype=np.uint8)
     data: dict[str, Any] = {
         "image.base": images,
         "proprioception": rng.normal(size=(n, STATE)).astype(np.float32),
@@ -68,7 +105,6 @@ def _samples(config: BackendConfig) -> dict[str, Any]:
         return {**data, "action_is_pad": np.zeros((n, horizon), bool)}
     if config.features_travel:
         del data["image.base"]
-        base = config.policy.base_model
         data[FEATURE] = rng.normal(size=(n, base.num_action_tokens, base.hidden_width)).astype(np.float32)
     return data | {
         "log_prob": rng.normal(size=(n, horizon)).astype(np.float32),
@@ -91,69 +127,86 @@ async def _seconds(
     job = training_jobs.put(store, config, data, turn)
     if config.task == "rl":
         await service.compute_advantages(job)
-    begun = time.perf_counter()
-    await service.train_job(job)
-    took = time.perf_counter() - begun
+    took, _ = await timed_async(service.train_job(job))
     store.clear(job["partition_id"])
     return took
 
 
-async def _measure(folder: Path, arguments: argparse.Namespace, found: report.Report) -> None:
-    base = presets.base_model("tiny-qwen3-vl")
-    service = TrainingModelService(str(folder), [base.model_dump(mode="json")], 16, max_feature_bytes=8 << 30)
-    store = PartitionStore(Home(folder).partitions)
+def _feature_bytes(base: BaseModelSpec, modules: Mapping[str, ActionModuleSpec]) -> dict[str, int]:
+    """{kind: bytes of a sample's features}, of one forward each."""
     backbone = backbones.load(base, PROJECT_ROOT)
-    for kind, module in MODULES.items():
-        if kind not in action_modules.MODULES:
-            continue
-        seen = {"images": {"base": np.zeros((1, 64, 64, 3), np.uint8)}, "instructions": [training_jobs.INSTRUCTION]}
-        reads = action_modules.build(module, base, 0).reads
-        size = backbone.encode(backbone.prepare(seen, ["base"]), reads).num_bytes
+    picture = np.zeros((1, base.image_height, base.image_width, 3), np.uint8)
+    prefix = backbone.prepare({"images": {"base": picture}, "instructions": [training_jobs.INSTRUCTION]}, ["base"])
+    return {kind: backbone.encode(prefix, module.reads).num_bytes for kind, module in modules.items()}
+
+
+async def _measure(folder: Path, base: BaseModelSpec, chosen: Plan, found: report.Report) -> None:
+    sizes_of = _feature_bytes(base, chosen.modules)
+    service = TrainingModelService(str(folder), [base.model_dump(mode="json")], 16, chosen.max_feature_bytes)
+    store = PartitionStore(Home(folder).partitions)
+    for kind, module in chosen.modules.items():
         for task in ("sft", "rl") if module.learns_by_rl else ("sft",):
             ways = {
-                way: _backend(module, task, way, arguments.samples, arguments.microbatch) for way in ("anew", "kept")
+                way: _backend(base, module, task, way, chosen.samples, chosen.microbatch) for way in ("anew", "kept")
             }
             taken: dict[str, list[float]] = {way: [] for way in ways}
             for config in ways.values():
                 tenant = str(folder / config.policy.tenant)
                 await service.open_slot(config.model_dump(mode="json"), tenant, fresh=True)
-            for turn in range(arguments.turns + 1):  # the first fills the store and warms up
+            for turn in range(chosen.turns + 1):  # the first fills the store and warms up
                 for way, config in ways.items():
                     taken[way].append(await _seconds(service, store, config, _samples(config), turn))
-            for way, seconds in taken.items():
-                median = statistics.median(seconds[1:])
+            for way, config in ways.items():
+                await service.close_slot(config.policy.tenant)
+                seconds = taken[way][1:]
                 found.add(
+                    base=base.name,
                     module=kind,
                     task=task,
                     features=way,
-                    samples_per_second=arguments.samples / median,
-                    seconds=median,
-                    lowest=min(seconds[1:]),
-                    highest=max(seconds[1:]),
-                    bytes=size,
+                    samples_per_second=chosen.samples / statistics.median(seconds),
+                    seconds=statistics.median(seconds),
+                    lowest=min(seconds),
+                    highest=max(seconds),
+                    bytes=sizes_of[kind],
                 )
             pairs = zip(taken["anew"][1:], taken["kept"][1:], strict=True)
             name = f"{task}_speedup" if kind == "oft" else f"{kind}_{task}_speedup"
+            name = name if len(chosen.bases) == 1 else f"{base.name}_{name}"
             found.summary[name] = statistics.median(anew / kept for anew, kept in pairs)
 
 
 def measure(arguments: argparse.Namespace) -> report.Report:
-    """Both ways in turns, for each module and task."""
+    """What the command line asks for."""
     torch.set_num_threads(1)
-    found = report.Report(aims={"sft_speedup": (">=", 3.0), "rl_speedup": (">=", 1.5)})
-    with tempfile.TemporaryDirectory(prefix="joynexus-bench-") as folder:
-        asyncio.run(_measure(Path(folder), arguments, found))
+    sizes.check(arguments)
+    given = {name: getattr(arguments, name) for name in ("turns", "samples", "microbatch") if getattr(arguments, name)}
+    found = run(replace(plan(arguments.size, arguments.device), **given))
+    found.aims = {"sft_speedup": (">=", 3.0), "rl_speedup": (">=", 1.5)}
+    return found
+
+
+def run(chosen: Plan) -> report.Report:
+    """Both ways in turns, for each base, module and task."""
+    found = report.Report()
+    for base in chosen.bases:
+        with tempfile.TemporaryDirectory(prefix="joynexus-bench-") as folder:
+            asyncio.run(_measure(Path(folder), base, chosen, found))
     return found
 
 
 def draw(found: report.Report, path: Path) -> None:
-    """Samples per second of each module and task, both ways."""
-    groups = list(dict.fromkeys(f"{row['module']} {row['task']}" for row in found.rows))
-    series = {
-        label: [row["samples_per_second"] for row in found.rows if row["features"] == way]
-        for way, label in (("anew", "base forward each time"), ("kept", "features kept"))
-    }
-    bars(path, groups, series, "training samples a second", "What the frozen base computed once")
+    """Samples per second of each module and task, both ways; each base in a picture of its own."""
+    bases = list(dict.fromkeys(row["base"] for row in found.rows))
+    for base in bases:
+        rows = [row for row in found.rows if row["base"] == base]
+        groups = list(dict.fromkeys(f"{row['module']} {row['task']}" for row in rows))
+        series = {
+            label: [row["samples_per_second"] for row in rows if row["features"] == way]
+            for way, label in (("anew", "base forward each time"), ("kept", "features kept"))
+        }
+        own = path if base == bases[0] else path.with_name(f"{path.stem}_{base}.png")
+        bars(own, groups, series, "training samples a second", f"What the frozen base computed once, {base}")
 
 
 if __name__ == "__main__":
@@ -161,9 +214,10 @@ if __name__ == "__main__":
         "Training samples per second with and without what the frozen base computed before",
         measure,
         options=[
-            ("turns", 5, "epochs timed each way"),
-            ("samples", 512, "samples of an epoch"),
-            ("microbatch", 64, "samples of a step"),
+            *sizes.OPTIONS,
+            ("turns", 0, "epochs timed each way; 0 takes the size's: 5, with full and mini 3"),
+            ("samples", 0, "samples of an epoch; 0 takes the size's: 512, with full and mini 128"),
+            ("microbatch", 0, "samples of a step; 0 takes the size's: 64, with full and mini 32"),
         ],
         draw=draw,
     )

@@ -59,6 +59,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def device_name(device: str) -> str:
+    """The card's name, or `cpu`.
+
+    Raises:
+        SpecError: if torch sees no such device.
+    """
+    import torch  # the benchmarks without a device do without it
+
+    if device == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise SpecError(refusal("--device", device, "cpu, since torch sees no GPU here", "run it where there is one"))
+    return torch.cuda.get_device_name()
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as aligned text; a column a key, in order of first appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -86,18 +101,23 @@ def main(
     Args:
         title: what is timed, the first line printed.
         measure: makes the report; gets the parsed options.
-        options: (name, default, help) of a benchmark's own options, each of its default's type.
+        options: (name, default, help) of a benchmark's own options, each of its default's type; a tuple offers a choice
+            and has the default first. Where one is `device`, the report's machine says which it is.
         draw: makes a picture of the report in a PNG file, which lies beside the JSON file.
     """
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--json", type=Path, default=None, help="write machine, rows and summary to this file")
     for name, default, text in options:
+        choices = default if isinstance(default, tuple) else None
+        first = choices[0] if choices else default
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{text} ({default})"
+            f"--{name.replace('_', '-')}", type=type(first), choices=choices, default=first, help=f"{text} ({first})"
         )
     arguments = parser.parse_args()
     _take_the_platforms_memory_settings()
     where = machine()
+    if "device" in arguments:
+        where["device"] = device_name(arguments.device)
     report = measure(arguments)
     print(title)
     print(table(report.rows))

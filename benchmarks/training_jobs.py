@@ -8,7 +8,7 @@ from configs import presets
 from configs.algorithm import PpoSpec, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.environment import CameraSpec, StatisticsSpec
-from configs.model import ActionModuleSpec
+from configs.model import ActionModuleSpec, BaseModelSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import LimitsSpec, OutputsSpec, ResourcesSpec
 from storage.partitions import PartitionStore
@@ -22,11 +22,12 @@ def backend(
     algorithm: SftSpec | PpoSpec,
     sample_count: int,
     *,
+    base: BaseModelSpec | None = None,
     resources: ResourcesSpec | None = None,
     outputs: OutputsSpec | None = None,
 ) -> BackendConfig:
-    """A tenant on the tiny base with one camera `base` and statistics that change nothing."""
-    base = presets.base_model("tiny-qwen3-vl")
+    """A tenant on `base` (the tiny one) with one camera `base` and statistics that change nothing."""
+    base = base or presets.base_model("tiny-qwen3-vl")
     cameras = (CameraSpec(name="base", height=base.image_height, width=base.image_width),)
     state, action = module.state_width, module.action_width
     policy = PolicyConfig(

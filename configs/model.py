@@ -16,7 +16,9 @@ class BaseModelSpec(Spec):
     family: Literal["qwen3-vl", "paligemma"] = Field(
         description="Which of transformers' model classes it is loaded as."
     )
-    source: str = Field(description="Hub id, absolute folder, or folder relative to the project's root.")
+    source: str = Field(
+        description="Hub id, absolute folder, folder relative to the project's root, or random:NAME for random weights."
+    )
     revision: str | None = Field(default=None, description="Hub revision; None for a local folder.")
     dtype: Literal["float32", "bfloat16"] = Field(description="Precision of the resident weights.")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the resident weights live.")

@@ -69,5 +69,9 @@ def split(
     if [s.start for s in slices] != edges[:-1] or edges[-1] != feature.rows:
         raise Conflict(refusal("slices", slices, f"0 … {feature.rows} without gap or overlap", "pass those of group()"))
     if parts is None:
-        return [feature[s].map(torch.clone) for s in slices]
-    return [feature[s].only(wanted).map(torch.clone) for s, wanted in zip(slices, parts, strict=True)]
+        return [_rows(feature, s) for s in slices]
+    return [_rows(feature.only(wanted), s) for s, wanted in zip(slices, parts, strict=True)]
+
+
+def _rows(feature: VLAFeature, rows: slice) -> VLAFeature:
+    return feature.map(lambda tensor: tensor[rows].clone())

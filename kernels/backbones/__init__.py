@@ -6,6 +6,7 @@ from pathlib import Path
 
 from configs.errors import SpecError, refusal
 from configs.model import BaseModelSpec
+from kernels import random_bases
 from kernels.backbones.base import ACTION_TOKENS, Backbone
 from kernels.backbones.paligemma import PaliGemmaBackbone
 from kernels.backbones.qwen3_vl import Qwen3VlBackbone
@@ -19,11 +20,13 @@ FAMILIES: dict[str, type[Backbone]] = {
 
 
 def load(spec: BaseModelSpec, root: Path) -> Backbone:
-    """The base model of a preset, from the hub, an absolute folder, or a folder relative to `root`.
+    """The base model of a preset, from the hub, an absolute folder, or a folder relative to `root`; or random weights.
 
     Raises:
         SpecError: if there is no such checkpoint or family, it does not fit the preset, or its device is not here.
     """
     if spec.family not in FAMILIES:
         raise SpecError(refusal("family", spec.family, ", ".join(sorted(FAMILIES)), "choose one"))
+    if spec.source.startswith(random_bases.PREFIX):
+        return FAMILIES[spec.family].random(spec, seed=0)
     return FAMILIES[spec.family].from_pretrained(spec, root)

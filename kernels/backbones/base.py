@@ -99,14 +99,21 @@ class Backbone(ABC):
 
     @classmethod
     def random(cls, spec: BaseModelSpec, seed: int) -> Self:
-        """A small base with random weights (the pictures mean nothing to it); the same for the same seed."""
+        """A base with random weights (the pictures mean nothing to it); the same for the same seed.
+
+        A small one, unless the preset's source names a declared vision tower, see `kernels.random_bases`.
+
+        Raises:
+            SpecError: if it names another one, or the preset's device is not here.
+        """
+        check_device(spec)
         model, tokenizer, processor = cls.random_checkpoint(spec, seed)
         return cls(spec, model.model, tokenizer, processor)
 
     @classmethod
     @abstractmethod
     def random_checkpoint(cls, spec: BaseModelSpec, seed: int) -> tuple[Any, Any, Any]:
-        """What the folder of a small base with random weights holds: transformers' model, tokenizer, image processor.
+        """What the folder of a base with random weights holds: transformers' model, tokenizer, image processor.
 
         The model has its language-model head, as published ones do; without it it is the one of `random`.
         """

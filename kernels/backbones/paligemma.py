@@ -16,7 +16,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from configs.errors import SpecError, refusal
 from configs.model import BaseModelSpec
-from kernels import tiny_paligemma
+from kernels import random_bases, tiny_paligemma
 from kernels.backbones.base import Backbone
 from kernels.backbones.taps import position_after_prefix, prefix_cache
 from kernels.features import PrefixBatch, PrefixCache
@@ -63,6 +63,8 @@ class PaliGemmaBackbone(Backbone):
     @classmethod
     def random_checkpoint(cls, spec: BaseModelSpec, seed: int) -> tuple[Any, Any, Any]:
         """See `Backbone`."""
+        if (rest := random_bases.unread(spec)) is not None:
+            return random_bases.paligemma(spec, rest, seed)
         tokenizer = tiny_paligemma.tokenizer()
         return tiny_paligemma.random_model(spec, tokenizer, seed), tokenizer, tiny_paligemma.image_processor(spec)
 

@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from configs.model import BaseModelSpec
-from kernels import tiny_qwen3_vl
+from kernels import random_bases, tiny_qwen3_vl
 from kernels.backbones.base import Backbone
 from kernels.backbones.taps import position_after_prefix, prefix_cache
 from kernels.features import PrefixBatch, PrefixCache
@@ -97,6 +97,8 @@ class Qwen3VlBackbone(Backbone):
     @classmethod
     def random_checkpoint(cls, spec: BaseModelSpec, seed: int) -> tuple[Any, Any, Any]:
         """See `Backbone`."""
+        if (rest := random_bases.unread(spec)) is not None:
+            return random_bases.qwen3_vl(spec, rest, seed)
         tokenizer = tiny_qwen3_vl.tokenizer()
         return tiny_qwen3_vl.random_model(spec, tokenizer, seed), tokenizer, tiny_qwen3_vl.image_processor()
 

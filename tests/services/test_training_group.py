@@ -152,7 +152,9 @@ def test_kept_features_serve_a_group_as_they_serve_one(backbone: Backbone) -> No
         for one in members:
             assert_as_alone(backbone, one, found[one.tenant])
             slots[one.tenant] = found[one.tenant][0]
-    assert {scope for scope, used in store.num_bytes().items() if used} == {f"t-{kind}" for kind in KINDS if kind != "lora"}
+    assert {scope for scope, used in store.num_bytes().items() if used} == {
+        f"t-{kind}" for kind in KINDS if kind != "lora"
+    }
 
 
 def test_those_that_share_their_features_find_each_others(backbone: Backbone) -> None:

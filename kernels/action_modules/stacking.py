@@ -59,6 +59,12 @@ def stack(modules: Sequence[ActionModule]) -> ActionModule:
     return stacked
 
 
+def stacked_bytes(modules: Sequence[ActionModule]) -> int:
+    """Bytes that a stack of these would hold."""
+    first, names = modules[0], dict(_shapes(modules[0]))
+    return len(modules) * sum(p.numel() * p.element_size() for n, p in first.named_parameters() if n in names)
+
+
 def _shapes(module: ActionModule) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((n, p.shape) for n, p in module.named_parameters() if not _below(n, module.undecoded))
 

@@ -184,6 +184,14 @@ class RowLinear(nn.Linear):
         return rowwise(super().forward, input)
 
 
+class RowSequential(nn.Sequential):
+    """Layers one after another whose rows do not depend on their number: padded once for all of them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, inputs] to […, outputs]."""
+        return rowwise(super().forward, input)
+
+
 def checked_proprioception(proprioception: Tensor | None, rows: int, state_width: int) -> Tensor:
     """Proprioception of a module that reads it.
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.action_modules.base import RowLinear, over_rows
+from kernels.action_modules.base import RowLinear, RowSequential, over_rows
 
 TIME_FREQUENCIES = 256
 
@@ -37,7 +37,7 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(RowLinear(TIME_FREQUENCIES, width), nn.SiLU(), RowLinear(width, width), nn.SiLU())
+        self.layers = RowSequential(nn.Linear(TIME_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
 
     def forward(self, bucket: Tensor) -> Tensor:
         """[n] to [n, W]."""
@@ -109,8 +109,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm = AdaptiveNorm(width, eps=1e-5)
         self.attention = Attention(width, heads, source_width)
-        self.feed_forward = nn.Sequential(
-            RowLinear(width, 4 * width), nn.GELU(approximate="tanh"), RowLinear(4 * width, width)
+        self.feed_forward = RowSequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor, time: Tensor, source: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:

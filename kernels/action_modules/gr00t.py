@@ -21,6 +21,7 @@ from kernels.action_modules.base import (
     ActionModule,
     Decision,
     RowLinear,
+    RowSequential,
     checked_proprioception,
     initialise_linear,
     over_rows,
@@ -31,7 +32,7 @@ from kernels.features import VLAFeature
 
 def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
     """Linear → ReLU → linear."""
-    return nn.Sequential(RowLinear(inputs, width), nn.ReLU(), RowLinear(width, outputs))
+    return RowSequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
 
 
 class ActionEncoder(nn.Module):
@@ -40,7 +41,7 @@ class ActionEncoder(nn.Module):
     def __init__(self, action_width: int, width: int) -> None:
         super().__init__()
         self.first = RowLinear(action_width, width)
-        self.rest = nn.Sequential(RowLinear(2 * width, width), nn.SiLU(), RowLinear(width, width))
+        self.rest = RowSequential(nn.Linear(2 * width, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, x_t: Tensor, bucket: Tensor) -> Tensor:
         """[n, H, A] with times' buckets [m], each of n / m consecutive chunks, to [n, H, W]."""

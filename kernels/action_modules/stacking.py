@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.errors import Conflict, refusal
-from kernels.action_modules.base import ROW_BLOCK, ActionModule
+from kernels.action_modules.base import ROW_BLOCK, ActionModule, RowSequential
 from kernels.action_modules.pi_expert import RmsNorm, normed
 
 M = TypeVar("M", bound=nn.Module)
@@ -171,12 +171,18 @@ class StackedRmsNorm(nn.Module):
         return (own * (1 + self.weight).unsqueeze(1)).reshape(x.shape), None
 
 
+def _sequence(parts: Sequence[nn.Module]) -> nn.Sequential:
+    """Of stacked layers, which pad for themselves."""
+    return nn.Sequential(*(_stacked(each, frozenset()) for each in zip(*(p.children() for p in parts), strict=True)))
+
+
 LEAVES: dict[type[nn.Module], Callable[[Sequence[nn.Module]], nn.Module]] = {
     nn.Linear: StackedLinear,
     nn.LayerNorm: StackedLayerNorm,
     RmsNorm: StackedRmsNorm,
+    RowSequential: _sequence,
 }
-"""What takes the place of T modules with parameters; parameters of any other module are its own, see `own`."""
+"""What takes the place of T modules; the parameters of any other lie behind one another, see `ActionModule.own`."""
 
 
 @cache
@@ -238,8 +244,8 @@ An oft head is a few large products, which two tenants do not speed up.
 """
 FASTER_FROM_ON_GPU = 2
 """Tenants, for every kind; not measured: there a decision of small modules is mostly the time to start its kernels."""
-MOST_PADDING = 2.0
-"""Times as many rows as there are, at most: the rows that fill up a stack cost what others cost."""
+MOST_PADDING = 1.5
+"""Times as many rows as there are, at most: those that fill up a stack cost what others do, and the gain is small."""
 
 
 def is_faster(kind: str, device: str, counts: Sequence[int]) -> bool:

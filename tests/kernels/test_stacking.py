@@ -252,8 +252,8 @@ RULE: list[tuple[str, str, tuple[int, ...], bool]] = [
     ("oft", "cuda:0", (1, 1), True),
     ("gr00t", "cpu", (5,), False),
     ("gr00t", "cuda", (5,), False),
-    ("gr00t", "cpu", (6, 1, 2), True),  # 18 rows for 9
-    ("gr00t", "cpu", (7, 1, 2), False),  # 21 rows for 10
+    ("gr00t", "cpu", (5, 1, 4), True),  # 15 rows for 10
+    ("gr00t", "cpu", (5, 1, 3), False),  # 15 rows for 9
 ]
 
 

@@ -92,6 +92,7 @@ class InferenceModelService:
                 t: {"version": p.current.version, "pinned": p.pinned, "bytes": p.num_bytes}
                 for t, p in self._tenants.items()
             },
+            "max_slots": self._max_slots,
             "stack_bytes": self._stacks.num_bytes,
             "waiting_rows": sum(b.waiting_rows for b in self._batchers.values()),
             "active": self._loops.active,
@@ -168,8 +169,6 @@ class InferenceModelService:
             Conflict: for another schema signature, or a version older than the current one.
             TenantFault: if the tensors do not fit.
         """
-        from services.serving import ServingPolicy
-
         policies = self._policies(tenant_id)
         config = policies.current.config
         if config.schema_signature != schema_signature:
@@ -181,7 +180,7 @@ class InferenceModelService:
                     "publish to the tenant's own slot",
                 )
             )
-        policy = await self._run(self._prepare, ServingPolicy, config, version, tensors)
+        policy = await self._run(self._prepare, policies.current.following, version, tensors)
         policies.load(policy)
         self._stacks.forget_unserved()
         return version

@@ -5,6 +5,7 @@ Not to be confused with services/policy_slot.py, the training side with optimize
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 from configs.backend import PolicyConfig
 from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules, group_batching
-from kernels.action_modules import Decision
+from kernels.action_modules import ActionModule, Decision
 from kernels.backbones import Backbone
 from kernels.features import PrefixBatch, VLAFeature
 from services import shared_decoding
@@ -38,17 +39,32 @@ class ServingPolicy:
             Conflict: if names, shapes or dtypes of `tensors` do not fit the declared action module.
             TenantFault: if a number is not finite.
         """
+        module = action_modules.build(config.action_module, config.base_model, config.seed)
+        self._fill(config, version, module, tensors)
+
+    def following(self, version: int, tensors: Mapping[str, np.ndarray]) -> ServingPolicy:
+        """The same policy at another version; a copy, since to draw initial weights again takes longer by far.
+
+        Raises:
+            Conflict, TenantFault: as the constructor.
+        """
+        policy = object.__new__(ServingPolicy)
+        policy._fill(self.config, version, copy.deepcopy(self.module), tensors)
+        return policy
+
+    def _fill(
+        self, config: PolicyConfig, version: int, module: ActionModule, tensors: Mapping[str, np.ndarray] | None
+    ) -> None:
         self.config = config
         self.version = version
-        self.module = action_modules.build(config.action_module, config.base_model, config.seed)
         if tensors is not None:
             for name, value in tensors.items():
                 if not np.isfinite(value).all():
                     raise TenantFault(
                         refusal(f"named_tensors.{name}", "NaN or infinity", "finite numbers", "do not publish it")
                     )
-            action_modules.load_parameters(self.module, tensors)
-        self.module.eval().requires_grad_(False)
+            action_modules.load_parameters(module, tensors)
+        self.module = module.eval().requires_grad_(False)
         self.architecture = config.action_module.architecture
         self.interface = Interface(config)
 

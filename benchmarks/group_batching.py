@@ -41,7 +41,7 @@ from kernels.losses import sft_valid_count
 HORIZON, ACTION, STATE = 8, 7, 8
 INSTRUCTION = "push the cube to the target"
 _WIDTHS: dict[str, Any] = {"horizon": HORIZON, "action_width": ACTION, "state_width": STATE, "proprioception": "head"}
-_TINY_MODULES: dict[str, ActionModuleSpec] = {
+TINY_MODULES: dict[str, ActionModuleSpec] = {
     "oft": OftSpec(hidden_width=256, **_WIDTHS),
     "gr00t": Gr00tSpec(
         hidden_width=128, layers=4, heads=4, head_width=32, future_tokens=8, repeated_steps=1, **_WIDTHS
@@ -90,7 +90,7 @@ def plan(size: str, device: str) -> Plan:
     if size == "tiny":
         preset = presets.base_model("tiny-qwen3-vl")
         bases = {name: preset.model_copy(update={**changes, "device": device}) for name, changes in _TINY_BASES.items()}
-        return Plan(bases, _TINY_MODULES, (2, 4, 6, 8), (1, 2, 4, 8), 15, 200)
+        return Plan(bases, TINY_MODULES, (2, 4, 6, 8), (1, 2, 4, 8), 15, 200)
     modules = sizes.modules(size, horizon=HORIZON, action_width=ACTION, state_width=STATE)
     modules.pop("lora")  # its forward goes through the base with the adapter: another question
     return Plan(sizes.random_bases(size, device), modules, (2, 8), (1, 4, 8), 9, 32)

@@ -8,7 +8,7 @@ from configs.spec import Name, Spec
 
 
 class InferenceBatchingSpec(Spec):
-    """The paper's B and T."""
+    """The paper's B and T, and what decodes together."""
 
     max_batch_size: int = Field(default=128, gt=0, description="B, samples of one base forward at most.")
     batch_timeout_s: float = Field(
@@ -16,6 +16,11 @@ class InferenceBatchingSpec(Spec):
         ge=0,
         le=1,
         description="T, longest wait for company. While a forward runs the next batch fills anyway.",
+    )
+    max_stack_bytes: int = Field(
+        default=512 << 20,
+        ge=0,
+        description="Copies of action modules that decode together because they are alike, at most; 0: each alone.",
     )
 
 

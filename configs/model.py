@@ -52,11 +52,14 @@ class _ModuleSpec(Spec):
         reads: parts of the base's features that it decodes from; the forward computes them for it.
         learns_by_rl: whether it gives log-probabilities and values.
         inside_base: whether parameters of it lie inside the base, so that features change with each of its updates.
+        not_decoding: fields that decoding from given features does not depend on: initial values and what training
+            draws, what lies inside the base.
     """
 
     reads: ClassVar[frozenset[Part]]
     learns_by_rl: ClassVar[bool] = False
     inside_base: ClassVar[bool] = False
+    not_decoding: ClassVar[frozenset[str]] = frozenset()
 
     horizon: int = Field(gt=0, le=64, description="H, actions in a chunk.")
     action_width: int = Field(gt=0, description="A, width of one action; must equal the environment's or dataset's.")
@@ -65,12 +68,18 @@ class _ModuleSpec(Spec):
         description="Where normalised proprioception enters: the head, the prompt as text bins, or nowhere."
     )
 
+    @property
+    def architecture(self) -> str:
+        """All that decides how a chunk is decoded, parameters apart; modules of one on one base decode together."""
+        return self.model_dump_json(exclude=set(self.not_decoding))
+
 
 class _OftHeadSpec(_ModuleSpec):
     """An OFT-style head's own fields; `hidden_width` by default that of a small one."""
 
     reads: ClassVar[frozenset[Part]] = frozenset({"action_tokens"})
     learns_by_rl: ClassVar[bool] = True
+    not_decoding: ClassVar[frozenset[str]] = frozenset({"initial_log_std", "final_layer_scale"})
 
     hidden_width: int = Field(default=256, gt=0, description="Width of the MLP.")
     residual_blocks: int = Field(default=2, ge=0, description="Residual blocks of the MLP.")
@@ -108,6 +117,7 @@ class LoraSpec(_OftHeadSpec):
     """
 
     inside_base: ClassVar[bool] = True
+    not_decoding: ClassVar[frozenset[str]] = _OftHeadSpec.not_decoding | {"rank", "alpha", "target_modules"}
 
     kind: Literal["lora"] = "lora"
     rank: int = Field(default=32, gt=0, le=256, description="r, the width between the two factors.")
@@ -126,6 +136,7 @@ class Gr00tSpec(_ModuleSpec):
     """
 
     reads: ClassVar[frozenset[Part]] = frozenset({"tokens"})
+    not_decoding: ClassVar[frozenset[str]] = frozenset({"beta_alpha", "beta_beta", "time_scale", "repeated_steps"})
 
     kind: Literal["gr00t"] = "gr00t"
     hidden_width: int = Field(
@@ -163,6 +174,7 @@ class PiSpec(_ModuleSpec):
     """
 
     reads: ClassVar[frozenset[Part]] = frozenset({"cache"})
+    not_decoding: ClassVar[frozenset[str]] = frozenset({"beta_alpha", "beta_beta"})
 
     kind: Literal["pi"] = "pi"
     version: Literal["pi0", "pi05"] = Field(

@@ -83,28 +83,33 @@ def print_status(home: Home) -> int:
         out.print(hint, soft_wrap=True)
     try:
         _print_waiting(out, ask(home, _snapshot))
-        _print_memory(out, ask(home, lambda client: _call(client, lookup.TRAINING, "status")))
+        training = ask(home, lambda client: _call(client, lookup.TRAINING, "status"))
+        inference = ask(home, lambda client: _call(client, lookup.INFERENCE, "status"))
+        _print_memory(out, training, inference)
     except JoyNexusError as error:
         out.print(str(error), soft_wrap=True)
         return 1
     return 0 if all(row.state != "dead" for row in rows) else 1
 
 
-def _print_memory(out: Console, training: dict[str, Any]) -> None:
-    """What the training service holds: each base once, whatever the number of tenants, and what is theirs."""
+def _print_memory(out: Console, training: dict[str, Any], inference: dict[str, Any]) -> None:
+    """What the model services hold: each base once, whatever the number of tenants, and what is theirs."""
 
     def megabytes(count: float) -> str:
         return f"{count / 1e6:.1f} MB"
 
-    bases = ", ".join(f"{name} {megabytes(count)}" for name, count in training["base_models"].items())
     slots = [slot["bytes"] for slot in training["slots"].values()]
-    kept = sum(training["feature_bytes"].values())
-    out.print(
-        f"memory of training: base models {bases}; {len(slots)} of {training['max_slots']} slots "
-        f"{megabytes(sum(slots))}; features kept {megabytes(kept)}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    served = [tenant["bytes"] for tenant in inference["tenants"].values()]
+    kept = f"features kept {megabytes(sum(training['feature_bytes'].values()))}"
+    stacks = f"stacks of modules that decode together {megabytes(inference['stack_bytes'])}"
+    for name, status, own, more in (("training", training, slots, kept), ("inference", inference, served, stacks)):
+        bases = ", ".join(f"{base} {megabytes(count)}" for base, count in status["base_models"].items())
+        out.print(
+            f"memory of {name}: base models {bases}; {len(own)} of {status['max_slots']} slots "
+            f"{megabytes(sum(own))}; {more}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _print_waiting(out: Console, snapshot: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ class InferenceModelService:
     Args:
         home: folder of the installation.
         base_models: `BaseModelSpec`s as JSON, to keep resident.
-        batching: an `InferenceBatchingSpec` as JSON (the paper's B and T).
+        batching: an `InferenceBatchingSpec` as JSON.
         max_slots: tenants at one time.
         max_pinned_versions: versions kept a tenant beside the current one.
     """
@@ -63,6 +63,7 @@ class InferenceModelService:
         max_pinned_versions: int,
     ) -> None:
         from services.environment_loops import EnvironmentLoops
+        from services.policy_stacks import PolicyStacks
         from services.resident_models import load_base_models
 
         self._bases = load_base_models([BaseModelSpec.model_validate(spec) for spec in base_models])
@@ -70,6 +71,7 @@ class InferenceModelService:
         self._max_slots = max_slots
         self._max_pinned = max_pinned_versions
         self._tenants: dict[str, ServingPolicies] = {}
+        self._stacks = PolicyStacks(self._batching.max_stack_bytes)
         self._batchers: dict[str, GroupBatcher[Request, Prediction]] = {}  # {base model: its queue}
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="infer-compute")
         self._prepare = ThreadPoolExecutor(1, thread_name_prefix="infer-prepare")
@@ -83,13 +85,15 @@ class InferenceModelService:
         return "ok"
 
     async def status(self) -> dict[str, Any]:
-        """Serving versions, pins and bytes, the queue, running rollouts and evaluations, and batching figures."""
+        """Serving versions, pins and bytes, the queue, loops under way, bytes of stacks, batching figures."""
         return {
             "base_models": {name: base.num_bytes for name, base in self._bases.items()},
             "tenants": {
                 t: {"version": p.current.version, "pinned": p.pinned, "bytes": p.num_bytes}
                 for t, p in self._tenants.items()
             },
+            "max_slots": self._max_slots,
+            "stack_bytes": self._stacks.num_bytes,
             "waiting_rows": sum(b.waiting_rows for b in self._batchers.values()),
             "active": self._loops.active,
             "batches": self._batches,
@@ -133,6 +137,7 @@ class InferenceModelService:
             )
         policy = await self._run(self._prepare, ServingPolicy, policy_config, version, tensors)
         self._tenants[tenant] = ServingPolicies(policy, self._max_pinned)
+        self._stacks.forget_unserved()
         return {"version": version}
 
     async def open_adapter(self, reference: str) -> dict[str, Any]:
@@ -153,6 +158,7 @@ class InferenceModelService:
     async def close_policy(self, tenant_id: str) -> None:
         """Forget a tenant's serving state. Closing twice is harmless."""
         self._tenants.pop(tenant_id, None)
+        self._stacks.forget_unserved()
 
     async def load_weights(
         self, tenant_id: str, schema_signature: str, version: int, tensors: dict[str, np.ndarray]
@@ -163,8 +169,6 @@ class InferenceModelService:
             Conflict: for another schema signature, or a version older than the current one.
             TenantFault: if the tensors do not fit.
         """
-        from services.serving import ServingPolicy
-
         policies = self._policies(tenant_id)
         config = policies.current.config
         if config.schema_signature != schema_signature:
@@ -176,8 +180,9 @@ class InferenceModelService:
                     "publish to the tenant's own slot",
                 )
             )
-        policy = await self._run(self._prepare, ServingPolicy, config, version, tensors)
+        policy = await self._run(self._prepare, policies.current.following, version, tensors)
         policies.load(policy)
+        self._stacks.forget_unserved()
         return version
 
     async def current_version(self, tenant_id: str) -> int:
@@ -192,6 +197,7 @@ class InferenceModelService:
         """Undo one `pin`."""
         if tenant_id in self._tenants:
             self._tenants[tenant_id].release(version)
+            self._stacks.forget_unserved()
 
     # the Inference Queue
 
@@ -252,7 +258,7 @@ class InferenceModelService:
         self._batched_requests += len(requests)
         self._batched_rows += sum(rows.values())
         with self._busy.record("forward", rows):
-            return forward(self._bases[base_name].backbone, requests)
+            return forward(self._bases[base_name].backbone, requests, self._stacks)
 
     # environment loops
 

@@ -5,6 +5,7 @@ Not to be confused with services/policy_slot.py, the training side with optimize
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ from torch import Tensor
 from configs.backend import PolicyConfig
 from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules, group_batching
+from kernels.action_modules import ActionModule, Decision
 from kernels.backbones import Backbone
 from kernels.features import PrefixBatch, VLAFeature
+from services import shared_decoding
 from services.interface import Interface
+from services.policy_stacks import PolicyStacks
 from services.rollout import Prediction
 
 _RECENT = 2
@@ -35,17 +39,33 @@ class ServingPolicy:
             Conflict: if names, shapes or dtypes of `tensors` do not fit the declared action module.
             TenantFault: if a number is not finite.
         """
+        module = action_modules.build(config.action_module, config.base_model, config.seed)
+        self._fill(config, version, module, tensors)
+
+    def following(self, version: int, tensors: Mapping[str, np.ndarray]) -> ServingPolicy:
+        """The same policy at another version; a copy, since to draw initial weights again takes longer by far.
+
+        Raises:
+            Conflict, TenantFault: as the constructor.
+        """
+        policy = object.__new__(ServingPolicy)
+        policy._fill(self.config, version, copy.deepcopy(self.module), tensors)
+        return policy
+
+    def _fill(
+        self, config: PolicyConfig, version: int, module: ActionModule, tensors: Mapping[str, np.ndarray] | None
+    ) -> None:
         self.config = config
         self.version = version
-        self.module = action_modules.build(config.action_module, config.base_model, config.seed)
         if tensors is not None:
             for name, value in tensors.items():
                 if not np.isfinite(value).all():
                     raise TenantFault(
                         refusal(f"named_tensors.{name}", "NaN or infinity", "finite numbers", "do not publish it")
                     )
-            action_modules.load_parameters(self.module, tensors)
-        self.module.eval().requires_grad_(False)
+            action_modules.load_parameters(module, tensors)
+        self.module = module.eval().requires_grad_(False)
+        self.architecture = config.action_module.architecture
         self.interface = Interface(config)
 
     @property
@@ -75,37 +95,36 @@ class Request:
     keep_feature: bool = False
 
 
-def forward(backbone: Backbone, requests: Sequence[Request]) -> list[Prediction | JoyNexusError]:
-    """One base forward for all requests, with the adapters of those that have one, then each tenant's action module.
+def forward(backbone: Backbone, requests: Sequence[Request], stacks: PolicyStacks) -> list[Prediction | JoyNexusError]:
+    """One base forward for all requests, with the adapters of those that have one, then their action modules.
 
-    A tenant's fault is its own result; the others' bits are those of a forward without it.
+    What decodes together is `services.shared_decoding`'s. A tenant's fault is its own result; the others' bits are
+    those of a forward without it.
     """
     grouped, slices = group_batching.group([r.prefix for r in requests])
     parts = frozenset(part for request in requests for part in request.policy.module.reads)
     modules = [request.policy.module for request in requests]
     adapters = [(s, m.adapter) for s, m in zip(slices, modules, strict=True) if m.adapter is not None]
-    features = group_batching.split(backbone.encode(grouped, parts, adapters), slices, [m.reads for m in modules])
-    results: list[Prediction | JoyNexusError] = []
-    for request, feature in zip(requests, features, strict=True):
-        try:
-            results.append(_decode(request, feature))
-        except JoyNexusError as error:
-            results.append(error)
-        except RuntimeError as error:  # torch's errors: a tenant's module must not take its neighbours along
-            results.append(TenantFault(f"action module of tenant {request.policy.config.tenant!r} failed: {error}"))
-    return results
+    feature = backbone.encode(grouped, parts, adapters)
+    decisions = shared_decoding.decode(requests, feature, slices, stacks)
+    return [
+        decision if isinstance(decision, JoyNexusError) else _prediction(request, decision, feature, rows)
+        for request, decision, rows in zip(requests, decisions, slices, strict=True)
+    ]
 
 
-def _decode(request: Request, feature: VLAFeature) -> Prediction:
+def _prediction(request: Request, decision: Decision, feature: VLAFeature, rows: slice) -> Prediction | TenantFault:
     policy = request.policy
-    decision = policy.module.act(feature, request.proprioception, request.generator)
     finite = torch.isfinite(decision.action).all()
     if not (finite and (decision.value is None or torch.isfinite(decision.value).all())):
-        raise TenantFault(
+        return TenantFault(
             f"prediction: tenant {policy.config.tenant!r} at version {policy.version} gave NaN or infinity; possible: "
             "finite actions; restore an earlier version or lower the learning rate"
         )
-    action, kept = decision.action.numpy(), feature.action_tokens if request.keep_feature else None
+    action, kept = decision.action.numpy(), None
+    if request.keep_feature and "action_tokens" in policy.module.reads:
+        assert feature.action_tokens is not None
+        kept = feature.action_tokens[rows].clone()  # a view would keep all tenants' features
     return Prediction(
         action=action,
         environment_action=policy.interface.action.unnormalise(action),

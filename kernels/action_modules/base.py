@@ -62,6 +62,8 @@ class ActionModule(nn.Module, ABC):
         adapter: what the module changes inside the base, a part of its parameters; whoever encodes for it passes this
             to the base. Features of a module with an adapter are those of its present parameters: they are computed
             with gradient where it trains, and not kept across optimizer steps. None: the frozen base's features.
+        tenants: T, how many tenants' modules it is: 1, but of a stack (`stacking.stack`), whose B rows are those of
+            one tenant after another, B / T each.
     """
 
     spec: ActionModuleSpec
@@ -69,6 +71,7 @@ class ActionModule(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.adapter: LoraWeights | None = None
+        self.tenants = 1
 
     @property
     def reads(self) -> frozenset[Part]:
@@ -84,6 +87,11 @@ class ActionModule(nn.Module, ABC):
     def device(self) -> torch.device:
         """Where all of its parameters are."""
         return next(self.parameters()).device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its parameters."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
 
     @abstractmethod
     def imitation_loss(
@@ -106,13 +114,33 @@ class ActionModule(nn.Module, ABC):
             generator: draws noise and times, for modules that train on them; its state moves on.
         """
 
-    @abstractmethod
     def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
         """A chunk a row, without gradients, sampled by `generator`.
 
         None asks for the same chunk each time, and for a row the same in any company: the mean of a Gaussian, the
         result of one fixed noise of a flow.
         """
+        return self.decode(feature, proprioception, self.draw(feature.rows, generator))
+
+    @abstractmethod
+    def draw(self, rows: int, generator: torch.Generator | None) -> Tensor:
+        """All that is random in a decision, float32 [rows, H, A] on the CPU; the generator's state moves on."""
+
+    @abstractmethod
+    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Tensor) -> Decision:
+        """The chunks that follow from `noise` of `draw` [B, H, A], without gradients and with no further randomness.
+
+        A row's bits do not depend on the other rows: requests of one tenant may be decoded in one call.
+        """
+
+    @property
+    def undecoded(self) -> frozenset[str]:
+        """Names of the parts that `decode` does not run, for instance what works inside the base."""
+        return frozenset({"adapter"})
+
+    def own(self, parameter: Tensor, rows: int) -> Tensor:
+        """A parameter [...] that is the same for all rows of a tenant, as [1 or rows, ...]."""
+        return over_rows(parameter.unsqueeze(0) if self.tenants == 1 else parameter, rows)
 
     def evaluate(self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor) -> Evaluation:
         """Score `action` [B, H, A] (normalised space), with gradients.
@@ -134,10 +162,34 @@ def padded_rows(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])]) if padding else tensor
 
 
+def over_rows(x: Tensor, rows: int) -> Tensor:
+    """x [m, ...], each of which holds for rows / m consecutive rows, as [rows, ...]; as it is where m is 1."""
+    return x if len(x) in (1, rows) else x.repeat_interleave(rows // len(x), dim=0)
+
+
 def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function`, which takes rows to rows, of x [..., width]; a row's bits do not depend on the others' number."""
     flat = x.flatten(0, -2)
     return function(padded_rows(flat)).narrow(0, 0, len(flat)).unflatten(0, x.shape[:-1])
+
+
+class RowLinear(nn.Linear):
+    """A linear layer whose rows do not depend on their number: all leading dimensions are padded as one.
+
+    At most 15 tokens more, where padding the batch's rows would compute up to 15 whole chunks more.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # the name is torch's
+        """[…, inputs] to […, outputs]."""
+        return rowwise(super().forward, input)
+
+
+class RowSequential(nn.Sequential):
+    """Layers one after another whose rows do not depend on their number: padded once for all of them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, inputs] to […, outputs]."""
+        return rowwise(super().forward, input)
 
 
 def checked_proprioception(proprioception: Tensor | None, rows: int, state_width: int) -> Tensor:

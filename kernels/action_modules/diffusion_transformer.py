@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.action_modules.base import rowwise
+from kernels.action_modules.base import RowLinear, RowSequential, over_rows
 
 TIME_FREQUENCIES = 256
 
@@ -37,13 +37,14 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(TIME_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+        self.layers = RowSequential(nn.Linear(TIME_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
 
     def forward(self, bucket: Tensor) -> Tensor:
         """[n] to [n, W]."""
         half = TIME_FREQUENCIES // 2
         sine, cosine = sinusoid(bucket, half, half - 1)
-        return rowwise(self.layers, torch.cat([cosine, sine], dim=-1))
+        embedded: Tensor = self.layers(torch.cat([cosine, sine], dim=-1))
+        return embedded
 
 
 class AdaptiveNorm(nn.Module):
@@ -51,12 +52,12 @@ class AdaptiveNorm(nn.Module):
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, 2 * width)
+        self.linear = RowLinear(width, 2 * width)
         self.eps = eps
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """[n, T, W] with time [n, W] or, one for all, [1, W]."""
-        scale, shift = rowwise(self.linear, time).unsqueeze(1).chunk(2, dim=-1)
+        """[n, T, W] with time [m, W], each for n / m consecutive sequences."""
+        scale, shift = over_rows(self.linear(time), len(x)).unsqueeze(1).chunk(2, dim=-1)
         return F.layer_norm(x, x.shape[-1:], eps=self.eps) * (1 + scale) + shift
 
 
@@ -66,21 +67,22 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, source_width: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(source_width, width)
-        self.value = nn.Linear(source_width, width)
-        self.out = nn.Linear(width, width)
+        self.query = RowLinear(width, width)
+        self.key = RowLinear(source_width, width)
+        self.value = RowLinear(source_width, width)
+        self.out = RowLinear(width, width)
 
     def keys_and_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """[B, L, source width] to two of [B, heads, L, W / heads]."""
-        return self._split(rowwise(self.key, source)), self._split(rowwise(self.value, source))
+        return self._split(self.key(source)), self._split(self.value(source))
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """[n, T, W] to [n, T, W]; mask bool [B, 1, 1, L], True where a key may be attended to."""
         # Sequences of one row ask the same keys, so they become one longer sequence of questions.
-        queries = self._split(rowwise(self.query, x).reshape(len(keys), -1, x.shape[-1]))
+        queries = self._split(self.query(x).reshape(len(keys), -1, x.shape[-1]))
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return rowwise(self.out, attended.transpose(1, 2).reshape(x.shape))
+        out: Tensor = self.out(attended.transpose(1, 2).reshape(x.shape))
+        return out
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -107,7 +109,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = AdaptiveNorm(width, eps=1e-5)
         self.attention = Attention(width, heads, source_width)
-        self.feed_forward = nn.Sequential(
+        self.feed_forward = RowSequential(
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
         )
 
@@ -116,7 +118,7 @@ class Block(nn.Module):
         normed = self.norm(x, time)
         keys, values, mask = source if source is not None else (*self.attention.keys_and_values(normed), None)
         x = x + self.attention(normed, keys, values, mask)
-        return x + rowwise(self.feed_forward, F.layer_norm(x, x.shape[-1:], eps=1e-5))
+        return x + self.feed_forward(F.layer_norm(x, x.shape[-1:], eps=1e-5))
 
 
 class DiffusionTransformer(nn.Module):
@@ -135,7 +137,7 @@ class DiffusionTransformer(nn.Module):
         self.time = TimeEmbedding(width)
         self.blocks = nn.ModuleList(Block(width, heads, width if i % 2 else source_width) for i in range(layers))
         self.norm = AdaptiveNorm(width, eps=1e-6)
-        self.out = nn.Linear(width, output_width)
+        self.out = RowLinear(width, output_width)
 
     def source(self, tokens: Tensor, mask: Tensor) -> Source:
         """Keys and values of tokens [B, L, D] where mask [B, L]; what stands behind the mask may be anything."""
@@ -150,7 +152,7 @@ class DiffusionTransformer(nn.Module):
 
         Args:
             x: float32 [n, T, W].
-            bucket: the time's, [n], or [1] where all sequences are at one time.
+            bucket: the time's, [m], each of n / m consecutive sequences.
             source: of B rows, n a multiple of B.
             last: how many tokens leave.
 
@@ -160,4 +162,5 @@ class DiffusionTransformer(nn.Module):
         time = self.time(bucket)
         for i, block in enumerate(self.blocks):
             x = block(x, time, None if i % 2 else (source.keys[i // 2], source.values[i // 2], source.mask))
-        return rowwise(self.out, self.norm(x.narrow(1, x.shape[1] - last, last), time))
+        out: Tensor = self.out(self.norm(x.narrow(1, x.shape[1] - last, last), time))
+        return out

@@ -17,14 +17,22 @@ from torch import Tensor, nn
 
 from configs.model import BaseModelSpec, Gr00tSpec
 from kernels import flow_matching
-from kernels.action_modules.base import ActionModule, Decision, checked_proprioception, initialise_linear
-from kernels.action_modules.diffusion_transformer import DiffusionTransformer, Source, rowwise, sinusoid
+from kernels.action_modules.base import (
+    ActionModule,
+    Decision,
+    RowLinear,
+    RowSequential,
+    checked_proprioception,
+    initialise_linear,
+    over_rows,
+)
+from kernels.action_modules.diffusion_transformer import DiffusionTransformer, Source, sinusoid
 from kernels.features import VLAFeature
 
 
 def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
     """Linear → ReLU → linear."""
-    return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
+    return RowSequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
 
 
 class ActionEncoder(nn.Module):
@@ -32,15 +40,16 @@ class ActionEncoder(nn.Module):
 
     def __init__(self, action_width: int, width: int) -> None:
         super().__init__()
-        self.first = nn.Linear(action_width, width)
-        self.rest = nn.Sequential(nn.Linear(2 * width, width), nn.SiLU(), nn.Linear(width, width))
+        self.first = RowLinear(action_width, width)
+        self.rest = RowSequential(nn.Linear(2 * width, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, x_t: Tensor, bucket: Tensor) -> Tensor:
-        """[n, H, A] with times' buckets [n] or [1] to [n, H, W]."""
-        actions = rowwise(self.first, x_t)
+        """[n, H, A] with times' buckets [m], each of n / m consecutive chunks, to [n, H, W]."""
+        actions = self.first(x_t)
         half = actions.shape[-1] // 2
-        time = torch.cat(sinusoid(bucket, half, half), dim=-1)
-        return rowwise(self.rest, torch.cat([actions, time.unsqueeze(1).expand_as(actions)], dim=-1))
+        time = over_rows(torch.cat(sinusoid(bucket, half, half), dim=-1), len(x_t))
+        tokens: Tensor = self.rest(torch.cat([actions, time.unsqueeze(1).expand_as(actions)], dim=-1))
+        return tokens
 
 
 class EmbodimentLayers(nn.Module):
@@ -138,20 +147,28 @@ class Gr00tModule(ActionModule):
         pad = is_pad.repeat_interleave(repeats, dim=0)
         return flow_matching.velocity_loss(predicted, velocity, pad, valid_count * repeats)
 
-    def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
+    def draw(self, rows: int, generator: torch.Generator | None) -> Tensor:
+        """See `ActionModule`: row by row."""
+        return flow_matching.sample_noise(rows, self.spec.horizon, self.spec.action_width, generator)
+
+    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Tensor) -> Decision:
         """See `ActionModule`: `denoising_steps` Euler steps from noise."""
-        spec = self.spec
         with torch.no_grad():
             condition = self._condition(feature, proprioception)
-            noise = flow_matching.sample_noise(feature.rows, spec.horizon, spec.action_width, generator)
             action = flow_matching.integrate(
-                lambda x, time: self._velocity(x, self._bucket(torch.tensor([time])), condition),
+                lambda x, time: self._velocity(x, self._bucket(torch.tensor([time] * self.tenants)), condition),
                 noise,
                 start=0.0,
                 end=1.0,
-                steps=spec.denoising_steps,
+                steps=self.spec.denoising_steps,
             )
             return Decision(action)
+
+    @property
+    def undecoded(self) -> frozenset[str]:
+        """The layers of other embodiments."""
+        others = (f"embodiments.{i}" for i in range(self.spec.embodiments) if i != self.spec.embodiment)
+        return super().undecoded | frozenset(others)
 
     def velocity(self, feature: VLAFeature, proprioception: Tensor | None, x_t: Tensor, time: Tensor) -> Tensor:
         """Predicted velocity float32 [B, H, A] at x_t [B, H, A] and time [B] (0 noise … 1 action), on the CPU."""
@@ -169,17 +186,18 @@ class Gr00tModule(ActionModule):
         if encoder is None:
             return Condition(source, None)
         state = checked_proprioception(proprioception, feature.rows, self.spec.state_width)
-        return Condition(source, rowwise(encoder, state.to(self.device, torch.float32)).unsqueeze(1))
+        return Condition(source, encoder(state.to(self.device, torch.float32)).unsqueeze(1))
 
     def _velocity(self, x_t: Tensor, bucket: Tensor, condition: Condition) -> Tensor:
-        """[n, H, A] at buckets [n] or [1]; runs on the module's device, comes back to the CPU."""
+        """[n, H, A] at buckets [m], each of n / m consecutive chunks; on the module's device, back to the CPU."""
         bucket = bucket.to(self.device)
-        actions = self._layers.encoder(x_t.to(self.device), bucket) + self.position
-        tokens = [self.future.expand(len(x_t), -1, -1), actions]
+        actions = self._layers.encoder(x_t.to(self.device), bucket) + self.own(self.position, len(x_t))
+        tokens = [self.own(self.future, len(x_t)).expand(len(x_t), -1, -1), actions]
         if condition.state is not None:
             tokens.insert(0, condition.state.repeat_interleave(len(x_t) // len(condition.state), dim=0))
         hidden = self.transformer(torch.cat(tokens, dim=1), bucket, condition.source, self.spec.horizon)
-        return rowwise(self._layers.decoder, hidden).cpu()
+        velocity: Tensor = self._layers.decoder(hidden)
+        return velocity.cpu()
 
     @property
     def _layers(self) -> EmbodimentLayers:

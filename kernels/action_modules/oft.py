@@ -119,16 +119,19 @@ class OftModule(ActionModule):
         del generator  # nothing is drawn
         return sft_l1(self.mean(feature, proprioception), action, is_pad, valid_count)
 
-    def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
+    def draw(self, rows: int, generator: torch.Generator | None) -> Tensor:
+        """See `ActionModule`: standard deviations from the mean."""
+        shape = (rows, self.spec.horizon, self.spec.action_width)
+        return torch.zeros(shape) if generator is None else torch.randn(shape, generator=generator)
+
+    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Tensor) -> Decision:
         """See `ActionModule`. Rows are padded to blocks, so that their bits do not depend on their number."""
         with torch.no_grad():
-            inputs, rows = padded_rows(self._inputs(feature, proprioception)), feature.rows
+            inputs, rows = self._inputs(feature, proprioception), feature.rows
+            if self.tenants == 1:  # the linears of a stack pad each tenant's rows themselves
+                inputs = padded_rows(inputs)
             mean, value = (x[:rows] for x in self._mean_and_value(inputs))
-            if generator is None:
-                action = mean
-            else:
-                noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
-                action = mean + noise * self.log_std.cpu().exp()
+            action = mean + noise * self._log_std(rows).exp()
             return Decision(action, self._log_prob(mean, action), value)
 
     def evaluate(self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor) -> Evaluation:
@@ -153,8 +156,13 @@ class OftModule(ActionModule):
     def _chunk(self, flat: Tensor) -> Tensor:
         return flat.unflatten(1, (self.spec.horizon, self.spec.action_width))
 
+    def _log_std(self, rows: int) -> Tensor:
+        """To be broadcast over [rows, H, A], on the CPU."""
+        log_std = self.log_std.cpu()
+        return log_std if self.tenants == 1 else self.own(log_std, rows).unsqueeze(1)
+
     def _log_prob(self, mean: Tensor, action: Tensor) -> Tensor:
         """[B, H]: log-density of a diagonal Gaussian, summed over A."""
-        log_std = self.log_std.cpu()
+        log_std = self._log_std(len(mean))
         scaled = (action - mean) * torch.exp(-log_std)
         return (-0.5 * scaled.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)

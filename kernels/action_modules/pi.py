@@ -17,8 +17,15 @@ from torch import Tensor, nn
 from configs.errors import SpecError, refusal
 from configs.model import BaseModelSpec, PiSpec
 from kernels import flow_matching
-from kernels.action_modules.base import ActionModule, Decision, checked_proprioception, initialise_linear
-from kernels.action_modules.pi_expert import AdaptiveRmsNorm, Expert, RmsNorm, RowLinear, sincos_embedding
+from kernels.action_modules.base import (
+    ActionModule,
+    Decision,
+    RowLinear,
+    checked_proprioception,
+    initialise_linear,
+    over_rows,
+)
+from kernels.action_modules.pi_expert import AdaptiveRmsNorm, Expert, RmsNorm, sincos_embedding
 from kernels.features import PrefixCache, VLAFeature
 
 TIME_SCALE, TIME_OFFSET = 0.999, 0.001
@@ -135,14 +142,18 @@ class PiModule(ActionModule):
         predicted = self.velocity(feature, proprioception, x_t, time)
         return flow_matching.velocity_loss(predicted, -towards_action, is_pad, valid_count)
 
-    def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
-        """See `ActionModule`: Euler steps from noise, drawn row by row, at t = 1 to actions at t = 0."""
-        noise = flow_matching.sample_noise(feature.rows, self.spec.horizon, self.spec.action_width, generator)
+    def draw(self, rows: int, generator: torch.Generator | None) -> Tensor:
+        """See `ActionModule`: row by row."""
+        return flow_matching.sample_noise(rows, self.spec.horizon, self.spec.action_width, generator)
+
+    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Tensor) -> Decision:
+        """See `ActionModule`: Euler steps from noise at t = 1 to actions at t = 0."""
         with torch.no_grad():
             context = self._context(feature, proprioception)
 
             def velocity(x_t: Tensor, time: float) -> Tensor:
-                return self._velocity(context, x_t, torch.full((1,), time, dtype=torch.float64, device=self.device))
+                at = torch.full((self.tenants,), time, dtype=torch.float64, device=self.device)
+                return self._velocity(context, x_t, at)
 
             steps = self.spec.denoising_steps
             return Decision(
@@ -170,12 +181,13 @@ class PiModule(ActionModule):
         return _Context(state, prefix, mask, sees.to(self.device))
 
     def _velocity(self, context: _Context, x_t: Tensor, time: Tensor) -> Tensor:
-        """[B, H, A] and [B], or [1] where the rows' time is one, to [B, H, A]; all on the module's device."""
+        """[B, H, A] and times [m], each of B / m consecutive rows, to [B, H, A]; all on the module's device."""
         tokens: Tensor = self.action_in(x_t)
         embedded, condition = sincos_embedding(time, self.spec.hidden_width), None
         if self.spec.version == "pi05":
             condition = F.silu(self.time_out(F.silu(self.time_in(embedded))))
         else:
+            embedded = over_rows(embedded, len(tokens))
             fused = torch.cat([tokens, embedded.unsqueeze(1).expand_as(tokens)], dim=2)
             tokens = self.time_out(F.silu(self.time_in(fused)))
         if context.state is not None:

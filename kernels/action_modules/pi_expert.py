@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.action_modules.base import rowwise
+from kernels.action_modules.base import RowLinear, over_rows
 from kernels.features import PrefixCache
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
@@ -49,18 +49,8 @@ def rotated(x: Tensor, by: Rotation) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-class RowLinear(nn.Linear):
-    """A linear layer whose rows do not depend on their number: all leading dimensions are padded as one.
-
-    At most 15 tokens more, where padding the batch's rows would compute up to 15 whole chunks more.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:  # the name is torch's
-        """[…, inputs] to […, outputs]."""
-        return rowwise(super().forward, input)
-
-
-def _normed(x: Tensor) -> Tensor:
+def normed(x: Tensor) -> Tensor:
+    """x / rms(x)."""
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + EPSILON)
 
 
@@ -74,7 +64,7 @@ class RmsNorm(nn.Module):
     def forward(self, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """[B, S, W] to [B, S, W] and no gate; nothing is conditioned on."""
         del condition
-        return _normed(x) * (1 + self.weight), None
+        return normed(x) * (1 + self.weight), None
 
     def initialise(self) -> None:
         """To the plain norm."""
@@ -92,10 +82,10 @@ class AdaptiveRmsNorm(nn.Module):
         self.modulation = RowLinear(width, 3 * width)
 
     def forward(self, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """[B, S, W] and a condition [B or 1, W] to [B, S, W] and a gate [B or 1, 1, W]."""
+        """[B, S, W] and conditions [m, W], each of B / m rows, to [B, S, W] and a gate [B or 1, 1, W]."""
         assert condition is not None
-        scale, shift, gate = self.modulation(condition).unsqueeze(1).chunk(3, dim=-1)
-        return _normed(x) * (1 + scale) + shift, gate
+        scale, shift, gate = over_rows(self.modulation(condition), len(x)).unsqueeze(1).chunk(3, dim=-1)
+        return normed(x) * (1 + scale) + shift, gate
 
     def initialise(self) -> None:
         """To zero."""
@@ -191,7 +181,7 @@ class Expert(nn.Module):
             prefix: float32, of B rows; finite, also where it is masked.
             prefix_mask: bool [B, L], what of the prefix every suffix token sees.
             suffix_mask: bool [S, S], which suffix tokens (columns) each one (row) sees.
-            condition: float32 [B or 1, W], of adaptive norms.
+            condition: float32 [m, W], of adaptive norms, each for B / m consecutive rows.
 
         Returns:
             float32 [B, S, W].

@@ -218,7 +218,8 @@ def test_questions_of_a_running_platform(platform: PlatformAddresses, capsys: py
     """`status`, `jobs`, `tenants` and `adapters` answer with their tables."""
     for verb, word in (
         ("status", "dask-training"),
-        ("status", "base models tiny-qwen3-vl 5.3 MB, tiny-paligemma"),
+        ("status", "memory of training: base models tiny-qwen3-vl 5.3 MB, tiny-paligemma"),
+        ("status", "memory of inference: base models tiny-qwen3-vl 5.3 MB, tiny-paligemma"),
         ("jobs", "behavior version"),
         ("tenants", "policy version"),
         ("adapters", "aliases"),

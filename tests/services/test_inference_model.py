@@ -306,3 +306,37 @@ def test_requests_go_to_their_own_base(make: Callable[..., InferenceModelService
             await open_tenants(second_only, a)
 
     run(main())
+
+
+def test_tenants_of_one_architecture_decode_together_as_alone(make: Callable[..., InferenceModelService]) -> None:
+    """Status tells the bytes of their stack: there from the second shared forward on, anew after a load, then gone."""
+
+    async def main() -> None:
+        service, alone = make(), make(batching={"max_stack_bytes": 0})
+        configs = [policy(tenant, kind="gr00t", seed=seed) for seed, tenant in enumerate("abc")]
+        for each in (service, alone):
+            await open_tenants(each, *configs)
+        seen = {"a": observation(2, 1), "b": observation(1, 2), "c": observation(3, 3)}
+
+        async def stack_bytes_after_both_answer() -> int:
+            together = await asyncio.gather(*(service.predict(seen[t], t, seed=7) for t in seen))
+            for tenant, answer in zip(seen, together, strict=True):
+                right = await alone.predict(seen[tenant], tenant, seed=7)
+                assert answer["policy_version"] == right["policy_version"]
+                np.testing.assert_array_equal(answer["action"], right["action"])
+            assert (await alone.status())["stack_bytes"] == 0
+            return int((await service.status())["stack_bytes"])
+
+        sizes = [await stack_bytes_after_both_answer() for _ in range(3)]
+        own = sum(array.nbytes for array in tensors("a", 0, kind="gr00t").values())
+        assert sizes == [0, 3 * own, 3 * own]
+        for version in range(1, 4):  # two versions before the current one are still served
+            for each in (service, alone):
+                published = tensors("b", version, kind="gr00t")
+                await each.load_weights("b", configs[1].schema_signature, version, published)
+        assert (await service.status())["stack_bytes"] == 0
+        assert [await stack_bytes_after_both_answer() for _ in range(2)] == [0, 3 * own]
+        await service.close_policy("c")
+        assert (await service.status())["stack_bytes"] == 0
+
+    run(main())

@@ -21,6 +21,7 @@ from services import serving
 from services.busy import BusyLog
 from services.inference_model import InferenceModelService
 from services.policy_slot import PolicySlot
+from services.policy_stacks import PolicyStacks
 from services.serving import Request, ServingPolicy
 from services.training_group import Member, train_alone
 from services.training_model import TrainingModelService
@@ -105,9 +106,9 @@ def test_adapted_and_plain_tenants_share_a_forward_and_answer_as_alone(backbone:
     for i, (policy, rows) in enumerate(((served[1], 2), (served[0], 3), (served[2], 1), (served[1], 1))):
         prefix, proprioception = policy.prepare(backbone, policies.observation(rows, i))
         requests.append(Request(policy, prefix, proprioception, None))
-    together = serving.forward(backbone, requests)
+    together = serving.forward(backbone, requests, PolicyStacks(0))
     for request, prediction in zip(requests, together, strict=True):
-        (alone,) = serving.forward(backbone, [request])
+        (alone,) = serving.forward(backbone, [request], PolicyStacks(0))
         assert np.array_equal(prediction.action, alone.action)
         assert np.array_equal(prediction.value, alone.value)
     # With the adapter left out, the same head answers otherwise.

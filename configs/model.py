@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
@@ -49,15 +50,11 @@ class _ModuleSpec(Spec):
     """What every action module declares.
 
     Attributes:
-        reads: parts of the base's features that it decodes from; the forward computes them for it.
-        learns_by_rl: whether it gives log-probabilities and values.
         inside_base: whether parameters of it lie inside the base, so that features change with each of its updates.
         not_decoding: fields that decoding from given features does not depend on: initial values and what training
             draws, what lies inside the base.
     """
 
-    reads: ClassVar[frozenset[Part]]
-    learns_by_rl: ClassVar[bool] = False
     inside_base: ClassVar[bool] = False
     not_decoding: ClassVar[frozenset[str]] = frozenset()
 
@@ -69,6 +66,24 @@ class _ModuleSpec(Spec):
     )
 
     @property
+    @abstractmethod
+    def reads(self) -> frozenset[Part]:
+        """Parts of the base's features that it decodes from; the forward computes them for it."""
+
+    @property
+    @abstractmethod
+    def trace(self) -> tuple[str, ...]:
+        """What of a decision has to be kept for scoring it later: fields of a rollout's partition.
+
+        Empty where the module gives no log-probabilities and values, so that it does not learn by RL.
+        """
+
+    @property
+    def learns_by_rl(self) -> bool:
+        """Whether it gives log-probabilities and values."""
+        return bool(self.trace)
+
+    @property
     def architecture(self) -> str:
         """All that decides how a chunk is decoded, parameters apart; modules of one on one base decode together."""
         return self.model_dump_json(exclude=set(self.not_decoding))
@@ -77,8 +92,6 @@ class _ModuleSpec(Spec):
 class _OftHeadSpec(_ModuleSpec):
     """An OFT-style head's own fields; `hidden_width` by default that of a small one."""
 
-    reads: ClassVar[frozenset[Part]] = frozenset({"action_tokens"})
-    learns_by_rl: ClassVar[bool] = True
     not_decoding: ClassVar[frozenset[str]] = frozenset({"initial_log_std", "final_layer_scale"})
 
     hidden_width: int = Field(default=256, gt=0, description="Width of the MLP.")
@@ -87,6 +100,16 @@ class _OftHeadSpec(_ModuleSpec):
     final_layer_scale: float = Field(
         default=1.0, gt=0, description="Factor on the initial last layer; small values start RL near zero actions."
     )
+
+    @property
+    def reads(self) -> frozenset[Part]:
+        """Its N action tokens."""
+        return frozenset({"action_tokens"})
+
+    @property
+    def trace(self) -> tuple[str, ...]:
+        """The action, of a Gaussian."""
+        return ("action",)
 
 
 class OftSpec(_OftHeadSpec):
@@ -129,13 +152,72 @@ class LoraSpec(_OftHeadSpec):
     )
 
 
-class Gr00tSpec(_ModuleSpec):
+class _FlowPolicySpec(Spec):
+    """The value head that every stochastic flow policy has: an MLP on the base's N action tokens and the state."""
+
+    value_width: int = Field(default=256, gt=0, description="Width of the value head's MLP.")
+    value_blocks: int = Field(default=2, ge=0, description="Its residual blocks.")
+
+
+class FlowSdeSpec(_FlowPolicySpec):
+    """One denoising step a chunk, chosen at random, is stochastic, with the flow's marginals (π_RL, Flow-GRPO)."""
+
+    kind: Literal["flow_sde"] = "flow_sde"
+    noise_level: float = Field(
+        default=0.5, gt=0, le=4, description="a of the deviation a · √(t / (1 − t)), t from 1 (noise) to 0 (action)."
+    )
+
+
+class FlowNoiseSpec(_FlowPolicySpec):
+    """Every denoising step is stochastic, with a learned deviation (π_RL)."""
+
+    kind: Literal["flow_noise"] = "flow_noise"
+    least_deviation: float = Field(default=0.05, gt=0, description="Of one step, in normalised action units.")
+    most_deviation: float = Field(default=0.3, gt=0, description="Likewise; the learned one lies between.")
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.most_deviation <= self.least_deviation:
+            raise ValueError(
+                f"got most_deviation {self.most_deviation} with least_deviation {self.least_deviation}; "
+                "possible: more than that; change one"
+            )
+        return self
+
+
+FlowPolicySpec = Annotated[FlowSdeSpec | FlowNoiseSpec, Field(discriminator="kind")]
+
+
+class _FlowModuleSpec(_ModuleSpec):
+    """What modules that denoise a chunk share."""
+
+    denoising_part: ClassVar[Part]
+    denoising_steps: int = Field(default=4, gt=0, le=64, description="K, Euler steps from noise to a chunk.")
+    policy: FlowPolicySpec | None = Field(
+        default=None, description="How it acts at random and is scored, for RL; None: supervised fine-tuning alone."
+    )
+
+    @property
+    def reads(self) -> frozenset[Part]:
+        """What it denoises from, and the action tokens for its value head."""
+        own = frozenset({self.denoising_part})
+        return own if self.policy is None else own | {"action_tokens"}
+
+    @property
+    def trace(self) -> tuple[str, ...]:
+        """The stored part of the denoising chain, and where one step is stochastic, which."""
+        if self.policy is None:
+            return ()
+        return ("chain", "denoising_step") if self.policy.kind == "flow_sde" else ("chain",)
+
+
+class Gr00tSpec(_FlowModuleSpec):
     """GR00T-style head: a diffusion transformer denoises a chunk by flow matching, attending to all prefix tokens.
 
     Defaults are those published (StarVLA's QwenGR00T: DiT-B, after GR00T N1.5).
     """
 
-    reads: ClassVar[frozenset[Part]] = frozenset({"tokens"})
+    denoising_part: ClassVar[Part] = "tokens"
     not_decoding: ClassVar[frozenset[str]] = frozenset({"beta_alpha", "beta_beta", "time_scale", "repeated_steps"})
 
     kind: Literal["gr00t"] = "gr00t"
@@ -148,7 +230,6 @@ class Gr00tSpec(_ModuleSpec):
         default=64, gt=0, multiple_of=16, description="Width of one head; heads × this is the blocks' width."
     )
     future_tokens: int = Field(default=32, ge=0, description="Learned tokens beside state and actions.")
-    denoising_steps: int = Field(default=4, gt=0, le=64, description="Euler steps from noise to a chunk.")
     time_buckets: int = Field(default=1000, gt=0, description="Times are rounded down to so many before embedding.")
     beta_alpha: float = Field(default=1.5, gt=0, description="Training times: (1 − Beta(alpha, beta)) · time_scale.")
     beta_beta: float = Field(default=1.0, gt=0)
@@ -167,13 +248,13 @@ class Gr00tSpec(_ModuleSpec):
         return self
 
 
-class PiSpec(_ModuleSpec):
+class PiSpec(_FlowModuleSpec):
     """π-style head: an action expert goes on from the base's keys and values, layer by layer.
 
     Defaults are those published (openpi: gemma_300m action expert, 10 Euler steps).
     """
 
-    reads: ClassVar[frozenset[Part]] = frozenset({"cache"})
+    denoising_part: ClassVar[Part] = "cache"
     not_decoding: ClassVar[frozenset[str]] = frozenset({"beta_alpha", "beta_beta"})
 
     kind: Literal["pi"] = "pi"
@@ -184,7 +265,7 @@ class PiSpec(_ModuleSpec):
     hidden_width: int = Field(default=1024, gt=0, multiple_of=2, description="Width of the expert.")
     mlp_width: int = Field(default=4096, gt=0, description="Width of the expert's MLPs.")
     heads: int = Field(default=8, gt=0, description="Query heads; a multiple of the base's key/value heads.")
-    denoising_steps: int = Field(default=10, gt=0, le=64, description="Euler steps from noise to a chunk.")
+    denoising_steps: int = Field(default=10, gt=0, le=64, description="K, Euler steps from noise to a chunk.")
     beta_alpha: float = Field(default=1.5, gt=0, description="Training times: Beta(alpha, beta), scaled.")
     beta_beta: float = Field(default=1.0, gt=0)
 

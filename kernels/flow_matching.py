@@ -2,14 +2,12 @@
 
 Source: Lipman et al. 2023 (conditional flow matching with straight paths), with times from a Beta distribution as in
 π0 (Black et al. 2024, appendix B). Here time runs from 0, pure noise, to 1, the action; velocity = action − noise.
-A family whose time runs the other way says so in `integrate`'s `start` and `end` and turns its velocity's sign.
+A family whose time runs the other way says so in `euler_step`'s `direction` and turns its velocity's sign.
 Everything drawn is drawn row after row, so that consecutive microbatches with one generator get what the whole batch
 would. Legend: B rows, R draws a row, H action horizon, A action width, n any number of rows.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -89,25 +87,12 @@ def interpolate(noise: Tensor, action: Tensor, time: Tensor) -> tuple[Tensor, Te
     return (1 - t) * noise + t * action, action - noise
 
 
-def integrate(
-    velocity: Callable[[Tensor, float], Tensor], x: Tensor, *, start: float, end: float, steps: int
-) -> Tensor:
-    """Follow dx/dt = velocity(x, t) from time `start` to `end` by Euler steps of equal size.
+def euler_step(x: Tensor, velocity: Tensor, direction: float, steps: int) -> Tensor:
+    """One of `steps` equal steps through the whole of time: x + direction / steps · velocity, each [B, H, A].
 
-    Args:
-        velocity: of x [B, H, A] and the time at a step's beginning.
-        x: at `start`, float32 [B, H, A]; not changed.
-        start: time of `x`; greater than `end` in families whose time runs from actions to noise.
-        end: time of the result.
-        steps: at least 1.
-
-    Returns:
-        float32 [B, H, A] at `end`.
+    `direction` is 1 where the velocity points from noise to the action, −1 where it points back.
     """
-    step = (end - start) / steps
-    for i in range(steps):
-        x = x + step * velocity(x, start + (end - start) * i / steps)
-    return x
+    return x + (direction / steps) * velocity
 
 
 def velocity_loss(predicted: Tensor, velocity: Tensor, is_pad: Tensor, valid_count: float) -> Tensor:

@@ -3,18 +3,33 @@
 Noise level t runs from 1 (noise) to 0 (the action), in K equal steps; step k leaves t = 1 − k / K. Velocities here
 point towards noise: w = noise − action.
 
-Sources: Liu et al. 2025 (Flow-GRPO): the stochastic differential equation that has the flow's marginals, equations 7
-to 9, with sigma = a · √(t / (1 − t)); at t = 1, where that is infinite, its code takes the next time's 1 − t. Chen et al.
-2025 (π_RL): Flow-SDE with one randomly chosen stochastic step a chunk, Flow-Noise with a learned deviation at each step.
-Legend: B rows, H action horizon, A action width.
+Sources: Liu et al. 2025 (Flow-GRPO), equations 7 to 9: the stochastic differential equation that has the flow's
+marginals, with sigma = a · √(t / (1 − t)); at t = 1, where that is infinite, its code takes the next time's 1 − t. Chen
+et al. 2025 (π_RL): Flow-SDE with one randomly chosen stochastic step a chunk, Flow-Noise with a learned deviation at
+each step. Legend: B rows, H action horizon, A action width.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from kernels import flow_matching
+
+_BLOCK = 16
+
+
+def in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function`, elementwise, of x; an element's bits do not depend on how many there are.
+
+    Torch computes the last few elements of a tensor by other code than the rest; here these are filling.
+    """
+    flat = x.flatten()
+    return function(F.pad(flat, (0, -len(flat) % _BLOCK), value=1.0)).narrow(0, 0, len(flat)).view(x.shape)
 
 
 def noise_level(step: Tensor, steps: int) -> Tensor:
@@ -24,7 +39,7 @@ def noise_level(step: Tensor, steps: int) -> Tensor:
 
 def ode_step(x: Tensor, velocity: Tensor, steps: int) -> Tensor:
     """One Euler step towards the action: x, w [B, H, A] at one noise level to [B, H, A] at the next."""
-    return x - velocity / steps
+    return flow_matching.euler_step(x, velocity, -1.0, steps)
 
 
 def sde_step(x: Tensor, velocity: Tensor, step: Tensor, steps: int, level: float) -> tuple[Tensor, Tensor]:
@@ -42,18 +57,19 @@ def sde_step(x: Tensor, velocity: Tensor, step: Tensor, steps: int, level: float
     Returns:
         float32 [B, H, A] and [B, 1, 1].
     """
-    t = noise_level(step, steps)[:, None, None]
-    left = torch.where(step == 0, 1.0 / steps, 1.0 - noise_level(step, steps))[:, None, None]
+    t = noise_level(step, steps)
+    left = torch.where(step == 0, 1.0 / steps, 1.0 - t).view(-1, 1, 1)
+    t = t.view(-1, 1, 1)
     sigma = level * (t / left).sqrt()
     drift = velocity + sigma.square() / (2 * t) * (x + (1 - t) * velocity)
-    return x - drift / steps, sigma / math.sqrt(steps)
+    return ode_step(x, drift, steps), sigma / math.sqrt(steps)
 
 
 def log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     """Log-density of a diagonal Gaussian, summed over A: [..., H, A] each (deviation broadcast) to [..., H]."""
     deviation = deviation.expand_as(mean)
     scaled = (x - mean) / deviation
-    return (-0.5 * scaled.square() - deviation.log() - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+    return (-0.5 * scaled.square() - in_blocks(torch.log, deviation) - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
 
 def entropy(deviation: Tensor, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from configs.algorithm import PpoSpec, SftSpec
 from configs.errors import TenantFault
-from kernels.action_modules import ActionModule
+from kernels.action_modules import ActionModule, Trace
 from kernels.advantages import standardise
 from kernels.features import VLAFeature, concatenated
 from kernels.losses import PpoCounts, ppo, ppo_counts, sft_valid_count
@@ -240,7 +240,7 @@ def ppo_update(
     generator: torch.Generator,
     *,
     proprioception: Tensor,
-    action: Tensor,
+    trace: Trace,
     log_prob: Tensor,
     advantage: Tensor,
     returns: Tensor,
@@ -259,7 +259,7 @@ def ppo_update(
         algorithm: coefficients.
         generator: shuffles; its state moves on.
         proprioception: normalised, float32 [n, S].
-        action: as sampled, normalised, float32 [n, H, A].
+        trace: of the decisions, as `ActionModule.evaluate` takes it, [n, …] each.
         log_prob: of the behaviour (or recomputed) policy, float32 [n, H].
         advantage: float32 [n, H].
         returns: float32 [n].
@@ -271,16 +271,18 @@ def ppo_update(
     module.train()
     parameters = list(module.parameters())
     standardised = torch.from_numpy(standardise(advantage.numpy(), valid.numpy()))
-    of_rows: Encode = encode(slice(0, len(action))).__getitem__ if module.adapter is None else encode
+    count = len(log_prob)
+    of_rows: Encode = encode(slice(0, count)).__getitem__ if module.adapter is None else encode
     sums: dict[str, float] = {}
     steps = 0
     for _ in range(algorithm.epochs):
-        order = torch.randperm(len(action), generator=generator)
+        order = torch.randperm(count, generator=generator)
         for index in order.split(algorithm.microbatch_size):
             counts: PpoCounts = ppo_counts(valid[index], algorithm.log_prob_granularity)
             if counts.rows == 0:
                 continue
-            scored = module.evaluate(of_rows(index), proprioception[index], action[index])
+            of_index = {name: kept[index] for name, kept in trace.items()}
+            scored = module.evaluate(of_rows(index), proprioception[index], of_index)
             loss = ppo(
                 log_prob=scored.log_prob,
                 old_log_prob=log_prob[index],

@@ -22,7 +22,7 @@ from configs.cluster import ClusterSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.errors import DataFault, SpecError, refusal
 from configs.home import Home
-from configs.model import MODULE_SPECS, ActionModuleSpec, BaseModelSpec, LoraSpec, PiSpec
+from configs.model import ActionModuleSpec, BaseModelSpec, LoraSpec, PiSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, fitted
@@ -244,8 +244,8 @@ def _check_start_from(workload: WorkloadSpec, base: BaseModelSpec) -> None:
 def _check_learning(faults: _Faults, workload: WorkloadSpec) -> None:
     module = workload.action_module
     if workload.task == "rl" and not module.learns_by_rl:
-        possible = ", ".join(sorted(kind for kind, cls in MODULE_SPECS.items() if cls.learns_by_rl))
-        faults.add("action_module.kind", module.kind, f"{possible} with task 'rl'", "choose one, or fine-tune it")
+        possible = f"flow_sde, flow_noise for {module.kind!r} with task 'rl'"
+        faults.add("action_module.policy", None, possible, "declare one, in the supervised workload before it too")
 
 
 def _check_reuse(faults: _Faults, workload: WorkloadSpec) -> None:

@@ -218,7 +218,8 @@ class InferenceModelService:
         """
         policy = self._policies(tenant_id).find(policy_version)
         prediction = await self._bound(policy, None if seed is None else _generator(seed))(observations)
-        answer = {name: value for name, value in vars(prediction).items() if value is not None}
+        names = ("action", "environment_action", "log_prob", "value")
+        answer = {name: value for name in names if (value := getattr(prediction, name)) is not None}
         return {**answer, "policy_version": policy.version}
 
     def _bound(self, policy: ServingPolicy, generator: Any, *, keep_feature: bool = False) -> Policy:

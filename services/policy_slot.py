@@ -151,9 +151,9 @@ class PolicySlot:
         with torch.no_grad():
             proprioception = torch.from_numpy(self._interface.proprioception(data["proprioception"]))
             scored = self.module.evaluate(
-                self._features(backbone, data, slice(0, len(data["action"]))),
+                self._features(backbone, data, slice(0, len(data["proprioception"]))),
                 proprioception,
-                torch.from_numpy(data["action"]),
+                self._trace(data),
             )
         return {"actor_log_prob": scored.log_prob.numpy(), "actor_value": scored.value.numpy()}
 
@@ -191,12 +191,15 @@ class PolicySlot:
             spec,
             self.generator,
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
-            action=torch.from_numpy(data["action"]),
+            trace=self._trace(data),
             log_prob=torch.from_numpy(old),
             advantage=torch.from_numpy(data["advantage"]),
             returns=torch.from_numpy(data["return"]),
             valid=torch.from_numpy(valid),
         )
+
+    def _trace(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(data[name]) for name in self.config.action_module.trace}
 
     def _features(self, backbone: Backbone, data: Mapping[str, Any], rows: slice | Tensor) -> VLAFeature:
         """Of these rows, for this slot alone; of a module with an adapter in the caller's gradient mode."""
@@ -272,12 +275,13 @@ def training_fields(backend: BackendConfig) -> list[str]:
     if isinstance(backend.algorithm, SftSpec):
         return [*images, "proprioception", "action", "action_is_pad"]
     log_prob = "actor_log_prob" if backend.algorithm.actor_forward else "log_prob"
-    return [*images, "proprioception", "action", log_prob, "advantage", "return", "valid", "sample_valid"]
+    kept = [*backend.policy.action_module.trace, log_prob, "advantage", "return", "valid", "sample_valid"]
+    return [*images, "proprioception", *kept]
 
 
 def forward_fields(backend: BackendConfig) -> list[str]:
     """Fields that the actor forward reads."""
-    return [*_seen(backend), "proprioception", "action"]
+    return [*_seen(backend), "proprioception", *backend.policy.action_module.trace]
 
 
 def _seen(backend: BackendConfig) -> list[str]:

@@ -7,7 +7,7 @@ loops are the same under any batching and any simulator. Nothing here reads a cl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ class Prediction:
         log_prob: float32 [B, H]; None from an action module that does not learn by RL.
         value: float32 [B]; None likewise.
         feature: float32 [B, N, D], the base's action tokens, where they were asked for.
+        trace: what scoring the decision takes beside that, [B, …] each; fields of the partition.
     """
 
     action: np.ndarray
@@ -47,6 +48,7 @@ class Prediction:
     log_prob: np.ndarray | None
     value: np.ndarray | None
     feature: np.ndarray | None = None
+    trace: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 Policy = Callable[[Observation], Awaitable[Prediction]]
@@ -176,6 +178,8 @@ class _Collector:
         self._keep("proprioception", observation["proprioception"])
         for name in ("action", "log_prob", "value"):
             self._keep(name, getattr(prediction, name))
+        for name, kept in prediction.trace.items():
+            self._keep(name, kept)
         self._instructions += observation["instructions"]
 
     def keep_step(self, step: dict[str, Any]) -> None:

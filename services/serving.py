@@ -131,6 +131,7 @@ def _prediction(request: Request, decision: Decision, feature: VLAFeature, rows:
         log_prob=None if decision.log_prob is None else decision.log_prob.numpy(),
         value=None if decision.value is None else decision.value.numpy(),
         feature=None if kept is None else kept.cpu().numpy(),
+        trace={name: part.numpy() for name, part in decision.trace.items() if name != "action"},
     )
 
 

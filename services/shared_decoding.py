@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from configs.errors import JoyNexusError, TenantFault
-from kernels.action_modules import ActionModule, Decision, stacking
+from kernels.action_modules import ActionModule, Decision, Noise, stacking
 from kernels.action_modules.stacking import Layout
 from kernels.features import VLAFeature
 
@@ -34,7 +33,7 @@ class _Pending:
 
     request: Request
     rows: slice
-    noise: Tensor
+    noise: Noise
 
 
 def decode(
@@ -115,9 +114,10 @@ def _in_one(
     layout = Layout(tuple(sum(each.request.prefix.rows for each in own) for own in tenants))
     rows = torch.cat([torch.arange(each.rows.start, each.rows.stop) for each in together])
     state = torch.cat([each.request.proprioception for each in together])
-    noise = torch.cat([each.noise for each in together])
+    noise = {name: torch.cat([each.noise[name] for each in together]) for name in together[0].noise}
     spread = layout.spread
-    decision = module.decode(feature[rows[spread]], state[spread], noise[spread])
+    spread_noise = {name: drawn[spread] for name, drawn in noise.items()}
+    decision = module.decode(feature[rows[spread]], state[spread], spread_noise)
     found: dict[_Pending, Decision | JoyNexusError] = {}
     start = 0
     for each in together:
@@ -127,5 +127,6 @@ def _in_one(
             decision.action[own],
             None if decision.log_prob is None else decision.log_prob[own],
             None if decision.value is None else decision.value[own],
+            {name: kept[own] for name, kept in decision.trace.items()},
         )
     return found

@@ -92,7 +92,7 @@ def ask(
     Raises:
         TenantFault: if a prompt is too long.
     """
-    index = np.arange(len(data["action"]))[rows if isinstance(rows, slice) else rows.numpy()]
+    index = np.arange(len(data["proprioception"]))[rows if isinstance(rows, slice) else rows.numpy()]
     if FEATURE in data:
         travelled = VLAFeature(torch.from_numpy(np.asarray(data[FEATURE], np.float32)[index]))
         return Ask((), module.reads, module.adapter, lambda _: travelled)

@@ -371,7 +371,7 @@ class TrainingModelService:
 
         algorithm = backend.algorithm
         once = {"epochs": 1} if isinstance(algorithm, PpoSpec) else {"passes": 1}
-        single = algorithm.model_copy(update={"microbatch_size": len(batch["action"]), **once})
+        single = algorithm.model_copy(update={"microbatch_size": len(batch["proprioception"]), **once})
         member = Member(slot, backend.model_copy(update={"algorithm": single}), batch)
         return train_alone(self._bases[backend.policy.base_model.name].backbone, member, None, self._busy)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,12 @@ from configs.model import ActionModuleSpec, Part
 from kernels.features import VLAFeature
 from kernels.lora import LoraWeights
 
+Noise = Mapping[str, Tensor]
+"""All that is random in the decisions of B rows, by name, [B, …] each, on the CPU."""
+
+Trace = Mapping[str, Tensor]
+"""What scoring a decision later takes, by the names of `spec.trace`, [B, …] each, on the CPU."""
+
 
 @dataclass(frozen=True, eq=False)
 class Decision:
@@ -25,11 +31,13 @@ class Decision:
         action: float32 [B, H, A].
         log_prob: float32 [B, H], summed over A; None from a module that does not learn by RL.
         value: float32 [B]; None likewise.
+        trace: for `evaluate`; empty likewise.
     """
 
     action: Tensor
     log_prob: Tensor | None = None
     value: Tensor | None = None
+    trace: Trace = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +131,12 @@ class ActionModule(nn.Module, ABC):
         return self.decode(feature, proprioception, self.draw(feature.rows, generator))
 
     @abstractmethod
-    def draw(self, rows: int, generator: torch.Generator | None) -> Tensor:
-        """All that is random in a decision, float32 [rows, H, A] on the CPU; the generator's state moves on."""
+    def draw(self, rows: int, generator: torch.Generator | None) -> Noise:
+        """All that is random in the decisions of so many rows; the generator's state moves on."""
 
     @abstractmethod
-    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Tensor) -> Decision:
-        """The chunks that follow from `noise` of `draw` [B, H, A], without gradients and with no further randomness.
+    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Noise) -> Decision:
+        """The chunks that follow from `noise` of `draw`, without gradients and with no further randomness.
 
         A row's bits do not depend on the other rows: requests of one tenant may be decoded in one call.
         """
@@ -142,8 +150,10 @@ class ActionModule(nn.Module, ABC):
         """A parameter [...] that is the same for all rows of a tenant, as [1 or rows, ...]."""
         return over_rows(parameter.unsqueeze(0) if self.tenants == 1 else parameter, rows)
 
-    def evaluate(self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor) -> Evaluation:
-        """Score `action` [B, H, A] (normalised space), with gradients.
+    def evaluate(self, feature: VLAFeature, proprioception: Tensor | None, trace: Trace) -> Evaluation:
+        """Score decisions by their traces, with gradients.
+
+        Under the parameters that decided, the log-probabilities are those of `decode`.
 
         Raises:
             SpecError: of a module that does not learn by RL.

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from configs.model import BaseModelSpec, Gr00tSpec
 from kernels import flow_matching
 from kernels.action_modules.base import (
-    ActionModule,
-    Decision,
     RowLinear,
     RowSequential,
     checked_proprioception,
@@ -27,6 +25,7 @@ from kernels.action_modules.base import (
     over_rows,
 )
 from kernels.action_modules.diffusion_transformer import DiffusionTransformer, Source, sinusoid
+from kernels.action_modules.flow import FlowModule
 from kernels.features import VLAFeature
 
 
@@ -76,20 +75,21 @@ class Condition:
     state: Tensor | None
 
 
-class Gr00tModule(ActionModule):
+class Gr00tModule(FlowModule):
     """State token, future tokens and action tokens through the transformer; velocities leave at the action tokens.
 
     The layers of embodiments that the tenant does not declare get no gradient and stay as they were.
 
     Args:
         spec: sizes, times and steps.
-        base_hidden_width: D.
+        base: what it decodes from.
         seed: of the initial parameters.
     """
 
     spec: Gr00tSpec
+    direction = 1.0
 
-    def __init__(self, spec: Gr00tSpec, base_hidden_width: int, seed: int = 0) -> None:
+    def __init__(self, spec: Gr00tSpec, base: BaseModelSpec, seed: int = 0) -> None:
         super().__init__()
         self.spec = spec
         width = spec.heads * spec.head_width
@@ -99,7 +99,7 @@ class Gr00tModule(ActionModule):
             self.future = nn.Parameter(torch.empty(spec.future_tokens, width))
             self.position = nn.Parameter(torch.empty(spec.horizon, width))
             self.transformer = DiffusionTransformer(
-                width, spec.heads, spec.layers, base_hidden_width, spec.hidden_width
+                width, spec.heads, spec.layers, base.hidden_width, spec.hidden_width
             )
         self.to_empty(device="cpu")
         generator = torch.Generator().manual_seed(seed)
@@ -109,11 +109,12 @@ class Gr00tModule(ActionModule):
         with torch.no_grad():
             for tokens in (self.future, self.position):
                 tokens.normal_(0, 0.02, generator=generator)
+        self._add_policy(base, spec.hidden_width, generator)
 
     @classmethod
     def build(cls, spec: Gr00tSpec, base: BaseModelSpec, seed: int) -> Gr00tModule:
         """The registry's signature."""
-        return cls(spec, base.hidden_width, seed)
+        return cls(spec, base, seed)
 
     def imitation_loss(
         self,
@@ -143,26 +144,10 @@ class Gr00tModule(ActionModule):
         # Attention shows every action token to the others: what is padded must not enter as it came.
         action = torch.where(is_pad[..., None], torch.zeros_like(action), action)
         x_t, velocity = (x.flatten(0, 1) for x in flow_matching.interpolate(noise, action[:, None], time))
-        predicted = self._velocity(x_t, self._bucket(time.flatten()), self._condition(feature, proprioception))
+        condition = self._context(feature, proprioception)
+        predicted = self._velocity(x_t.to(self.device), self._bucket(time.flatten()), condition)[0].cpu()
         pad = is_pad.repeat_interleave(repeats, dim=0)
         return flow_matching.velocity_loss(predicted, velocity, pad, valid_count * repeats)
-
-    def draw(self, rows: int, generator: torch.Generator | None) -> Tensor:
-        """See `ActionModule`: row by row."""
-        return flow_matching.sample_noise(rows, self.spec.horizon, self.spec.action_width, generator)
-
-    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Tensor) -> Decision:
-        """See `ActionModule`: `denoising_steps` Euler steps from noise."""
-        with torch.no_grad():
-            condition = self._condition(feature, proprioception)
-            action = flow_matching.integrate(
-                lambda x, time: self._velocity(x, self._bucket(torch.tensor([time] * self.tenants)), condition),
-                noise,
-                start=0.0,
-                end=1.0,
-                steps=self.spec.denoising_steps,
-            )
-            return Decision(action)
 
     @property
     def undecoded(self) -> frozenset[str]:
@@ -172,13 +157,18 @@ class Gr00tModule(ActionModule):
 
     def velocity(self, feature: VLAFeature, proprioception: Tensor | None, x_t: Tensor, time: Tensor) -> Tensor:
         """Predicted velocity float32 [B, H, A] at x_t [B, H, A] and time [B] (0 noise … 1 action), on the CPU."""
-        return self._velocity(x_t, self._bucket(time), self._condition(feature, proprioception))
+        condition = self._context(feature, proprioception)
+        return self._velocity(x_t.to(self.device), self._bucket(time), condition)[0].cpu()
+
+    def _field(self, context: Condition, x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FlowModule`."""
+        return self._velocity(x, self._bucket((step.double() / self.spec.denoising_steps).float()), context)
 
     def _bucket(self, time: Tensor) -> Tensor:
         """Times rounded down to one of `time_buckets`, float32."""
         return (time * self.spec.time_buckets).floor().clamp(max=self.spec.time_buckets - 1)
 
-    def _condition(self, feature: VLAFeature, proprioception: Tensor | None) -> Condition:
+    def _context(self, feature: VLAFeature, proprioception: Tensor | None) -> Condition:
         assert feature.tokens is not None
         assert feature.mask is not None
         source = self.transformer.source(feature.tokens.to(self.device), feature.mask.to(self.device))
@@ -188,16 +178,16 @@ class Gr00tModule(ActionModule):
         state = checked_proprioception(proprioception, feature.rows, self.spec.state_width)
         return Condition(source, encoder(state.to(self.device, torch.float32)).unsqueeze(1))
 
-    def _velocity(self, x_t: Tensor, bucket: Tensor, condition: Condition) -> Tensor:
-        """[n, H, A] at buckets [m], each of n / m consecutive chunks; on the module's device, back to the CPU."""
+    def _velocity(self, x_t: Tensor, bucket: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
+        """Velocity [n, H, A] and hidden states at buckets [m], each of n / m consecutive chunks; on the module's
+        device."""
         bucket = bucket.to(self.device)
-        actions = self._layers.encoder(x_t.to(self.device), bucket) + self.own(self.position, len(x_t))
+        actions = self._layers.encoder(x_t, bucket) + self.own(self.position, len(x_t))
         tokens = [self.own(self.future, len(x_t)).expand(len(x_t), -1, -1), actions]
         if condition.state is not None:
             tokens.insert(0, condition.state.repeat_interleave(len(x_t) // len(condition.state), dim=0))
         hidden = self.transformer(torch.cat(tokens, dim=1), bucket, condition.source, self.spec.horizon)
-        velocity: Tensor = self._layers.decoder(hidden)
-        return velocity.cpu()
+        return self._layers.decoder(hidden), hidden
 
     @property
     def _layers(self) -> EmbodimentLayers:

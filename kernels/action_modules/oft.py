@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.model import BaseModelSpec, LoraSpec, OftSpec
@@ -17,52 +16,14 @@ from kernels.action_modules.base import (
     ActionModule,
     Decision,
     Evaluation,
+    Noise,
+    Trace,
     checked_proprioception,
-    initialise_linear,
     padded_rows,
 )
+from kernels.action_modules.residual_mlp import ResidualMlp
 from kernels.features import VLAFeature
 from kernels.losses import sft_l1
-
-
-class ResidualBlock(nn.Module):
-    """x + relu(W · norm(x))."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, width] to [B, width]."""
-        return x + F.relu(self.linear(self.norm(x)))
-
-
-class ResidualMlp(nn.Module):
-    """Linear → ReLU → residual blocks → norm → linear."""
-
-    def __init__(self, inputs: int, width: int, blocks: int, outputs: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(inputs, width)
-        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
-        self.last = nn.Linear(width, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, inputs] to [B, outputs]."""
-        x = F.relu(self.first(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.last(self.norm(x))
-
-    def initialise(self, generator: torch.Generator, last_scale: float) -> None:
-        """Fill all parameters from `generator`; the last layer's are multiplied by `last_scale`."""
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
-                nn.init.ones_(module.weight)
-                nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Linear):
-                initialise_linear(module, generator, last_scale if module is self.last else 1.0)
 
 
 class OftModule(ActionModule):
@@ -119,25 +80,25 @@ class OftModule(ActionModule):
         del generator  # nothing is drawn
         return sft_l1(self.mean(feature, proprioception), action, is_pad, valid_count)
 
-    def draw(self, rows: int, generator: torch.Generator | None) -> Tensor:
+    def draw(self, rows: int, generator: torch.Generator | None) -> Noise:
         """See `ActionModule`: standard deviations from the mean."""
         shape = (rows, self.spec.horizon, self.spec.action_width)
-        return torch.zeros(shape) if generator is None else torch.randn(shape, generator=generator)
+        return {"deviation": torch.zeros(shape) if generator is None else torch.randn(shape, generator=generator)}
 
-    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Tensor) -> Decision:
+    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Noise) -> Decision:
         """See `ActionModule`. Rows are padded to blocks, so that their bits do not depend on their number."""
         with torch.no_grad():
             inputs, rows = self._inputs(feature, proprioception), feature.rows
             if self.tenants == 1:  # the linears of a stack pad each tenant's rows themselves
                 inputs = padded_rows(inputs)
             mean, value = (x[:rows] for x in self._mean_and_value(inputs))
-            action = mean + noise * self._log_std(rows).exp()
-            return Decision(action, self._log_prob(mean, action), value)
+            action = mean + noise["deviation"] * self._log_std(rows).exp()
+            return Decision(action, self._log_prob(mean, action), value, {"action": action})
 
-    def evaluate(self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor) -> Evaluation:
+    def evaluate(self, feature: VLAFeature, proprioception: Tensor | None, trace: Trace) -> Evaluation:
         """See `ActionModule`."""
         mean, value = self._mean_and_value(self._inputs(feature, proprioception))
-        log_prob = self._log_prob(mean, action)
+        log_prob = self._log_prob(mean, trace["action"])
         entropy = (self.log_std.cpu() + 0.5 * math.log(2 * math.pi * math.e)).sum().expand_as(log_prob)
         return Evaluation(log_prob, entropy, value)
 

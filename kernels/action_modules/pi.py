@@ -18,13 +18,12 @@ from configs.errors import SpecError, refusal
 from configs.model import BaseModelSpec, PiSpec
 from kernels import flow_matching
 from kernels.action_modules.base import (
-    ActionModule,
-    Decision,
     RowLinear,
     checked_proprioception,
     initialise_linear,
     over_rows,
 )
+from kernels.action_modules.flow import FlowModule
 from kernels.action_modules.pi_expert import AdaptiveRmsNorm, Expert, RmsNorm, sincos_embedding
 from kernels.features import PrefixCache, VLAFeature
 
@@ -47,7 +46,7 @@ class _Context(NamedTuple):
     suffix_mask: Tensor
 
 
-class PiModule(ActionModule):
+class PiModule(FlowModule):
     """One tenant's action expert, as deep as the base and with its key/value heads. Legend: W the expert's width.
 
     Args:
@@ -60,6 +59,7 @@ class PiModule(ActionModule):
     """
 
     spec: PiSpec
+    direction = -1.0
 
     def __init__(self, spec: PiSpec, base: BaseModelSpec, seed: int = 0) -> None:
         super().__init__()
@@ -86,7 +86,9 @@ class PiModule(ActionModule):
             )
             self.action_out = RowLinear(width, spec.action_width)
         self.to_empty(device="cpu")
-        self._initialise(torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        self._initialise(generator)
+        self._add_policy(base, width, generator)
 
     @classmethod
     def build(cls, spec: PiSpec, base: BaseModelSpec, seed: int) -> PiModule:
@@ -114,7 +116,7 @@ class PiModule(ActionModule):
             time: [B], 1 at noise and 0 at actions.
         """
         context = self._context(feature, proprioception)
-        return self._velocity(context, x_t.to(self.device), time.to(self.device)).cpu()
+        return self._velocity(context, x_t.to(self.device), time.to(self.device))[0].cpu()
 
     def imitation_loss(
         self,
@@ -142,23 +144,9 @@ class PiModule(ActionModule):
         predicted = self.velocity(feature, proprioception, x_t, time)
         return flow_matching.velocity_loss(predicted, -towards_action, is_pad, valid_count)
 
-    def draw(self, rows: int, generator: torch.Generator | None) -> Tensor:
-        """See `ActionModule`: row by row."""
-        return flow_matching.sample_noise(rows, self.spec.horizon, self.spec.action_width, generator)
-
-    def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Tensor) -> Decision:
-        """See `ActionModule`: Euler steps from noise at t = 1 to actions at t = 0."""
-        with torch.no_grad():
-            context = self._context(feature, proprioception)
-
-            def velocity(x_t: Tensor, time: float) -> Tensor:
-                at = torch.full((self.tenants,), time, dtype=torch.float64, device=self.device)
-                return self._velocity(context, x_t, at)
-
-            steps = self.spec.denoising_steps
-            return Decision(
-                flow_matching.integrate(velocity, noise.to(self.device), start=1.0, end=0.0, steps=steps).cpu()
-            )
+    def _field(self, context: _Context, x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FlowModule`."""
+        return self._velocity(context, x, 1.0 - step.to(self.device).double() / self.spec.denoising_steps)
 
     def _context(self, feature: VLAFeature, proprioception: Tensor | None) -> _Context:
         """What is masked becomes zero: a NaN would pass through a weight of zero."""
@@ -180,8 +168,11 @@ class PiModule(ActionModule):
         prefix = PrefixCache(keys, values, feature.cache.position.to(self.device))
         return _Context(state, prefix, mask, sees.to(self.device))
 
-    def _velocity(self, context: _Context, x_t: Tensor, time: Tensor) -> Tensor:
-        """[B, H, A] and times [m], each of B / m consecutive rows, to [B, H, A]; all on the module's device."""
+    def _velocity(self, context: _Context, x_t: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, H, A] and times [m], each of B / m consecutive rows, to [B, H, A] and the expert's states [B, H, W].
+
+        All on the module's device.
+        """
         tokens: Tensor = self.action_in(x_t)
         embedded, condition = sincos_embedding(time, self.spec.hidden_width), None
         if self.spec.version == "pi05":
@@ -193,5 +184,5 @@ class PiModule(ActionModule):
         if context.state is not None:
             tokens = torch.cat([context.state, tokens], dim=1)
         out = self.expert(tokens, context.prefix, context.prefix_mask, context.suffix_mask, condition)
-        velocity: Tensor = self.action_out(out.narrow(1, out.shape[1] - self.spec.horizon, self.spec.horizon))
-        return velocity
+        hidden: Tensor = out.narrow(1, out.shape[1] - self.spec.horizon, self.spec.horizon)
+        return self.action_out(hidden), hidden

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import presets
 from configs.errors import Conflict, SpecError, TenantFault
-from configs.model import ActionModuleSpec, Gr00tSpec, LoraSpec, OftSpec, Part, PiSpec
+from configs.model import ActionModuleSpec, FlowNoiseSpec, FlowSdeSpec, Gr00tSpec, LoraSpec, OftSpec, Part, PiSpec
 from kernels import action_modules
 from kernels.action_modules import ActionModule, export_parameters, load_parameters
 from kernels.features import PrefixCache, VLAFeature
@@ -48,6 +48,15 @@ SPECS: dict[str, ActionModuleSpec] = {
         heads=2 * BASE.num_key_value_heads,
     ),
     "lora": LoraSpec(horizon=4, action_width=3, state_width=5, proprioception="head", rank=4, alpha=8),
+}
+STOCHASTIC = {
+    "sde": FlowSdeSpec(value_width=16, value_blocks=1),
+    "noise": FlowNoiseSpec(value_width=16, value_blocks=1),
+}
+SPECS |= {
+    f"{kind} by {name}": SPECS[kind].model_copy(update={"policy": policy})
+    for kind in ("gr00t", "pi")
+    for name, policy in STOCHASTIC.items()
 }
 
 
@@ -100,7 +109,7 @@ def loss_and_gradients(
     return loss.detach(), {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(params=sorted(action_modules.MODULES))
+@pytest.fixture(params=sorted(SPECS))
 def module(request: pytest.FixtureRequest) -> ActionModule:
     return action_modules.build(SPECS[request.param], BASE, seed=7)
 
@@ -115,7 +124,7 @@ def scoring(request: pytest.FixtureRequest) -> ActionModule:
 
 
 def test_registered_kinds_are_the_declared_ones() -> None:
-    assert set(action_modules.MODULES) == set(SPECS)
+    assert set(action_modules.MODULES) == {spec.kind for spec in SPECS.values()}
 
 
 def test_shapes_are_the_documented_ones(module: ActionModule) -> None:
@@ -136,7 +145,8 @@ def test_shapes_of_scores_are_the_documented_ones(scoring: ActionModule) -> None
     decision = scoring.act(feature, state, torch.Generator().manual_seed(0))
     assert decision.log_prob.shape == (6, 4)
     assert decision.value.shape == (6,)
-    scored = scoring.evaluate(feature, state, decision.action)
+    assert set(decision.trace) == set(scoring.spec.trace)
+    scored = scoring.evaluate(feature, state, decision.trace)
     assert scored.log_prob.shape == scored.entropy.shape == (6, 4)
     assert scored.value.shape == (6,)
     assert scored.log_prob.requires_grad
@@ -147,7 +157,7 @@ def test_a_module_that_does_not_learn_by_rl_refuses_to_score(kind: str) -> None:
     module = action_modules.build(SPECS[kind], BASE, seed=7)
     feature, state = inputs(2)
     with pytest.raises(SpecError, match=r"action_module: \w+ scores no actions; possible: supervised fine-tuning"):
-        module.evaluate(feature, state, torch.zeros(2, 4, 3))
+        module.evaluate(feature, state, module.act(feature, state, None).trace)
 
 
 def test_the_parts_that_a_module_reads_are_enough_and_all_of_them_matter(module: ActionModule) -> None:
@@ -246,7 +256,7 @@ def test_a_module_on_a_gpu_takes_what_is_on_the_cpu_and_answers_there(module: Ac
                 )
             )
             if module.learns_by_rl:
-                scored = module.evaluate(feature, state, action)
+                scored = module.evaluate(feature, state, decision.trace)
                 results += [scored.log_prob, scored.entropy, scored.value]
             assert {result.device.type for result in results if result is not None} == {"cpu"}
 
@@ -278,7 +288,8 @@ def test_sampler_and_scorer_agree_so_that_frozen_weights_give_ratio_one(scoring:
     decision = scoring.act(feature, state, torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(scoring.parameters(), lr=0.0)
     for rows in (slice(0, 4), slice(4, 8)):
-        scored = scoring.evaluate(feature[rows], state[rows], decision.action[rows])
+        trace = {name: kept[rows] for name, kept in decision.trace.items()}
+        scored = scoring.evaluate(feature[rows], state[rows], trace)
         loss = ppo(
             log_prob=scored.log_prob,
             old_log_prob=decision.log_prob[rows],
@@ -369,7 +380,7 @@ def test_oft_log_probability_and_entropy_by_hand() -> None:
     module = action_modules.build(spec, BASE, seed=0)
     feature, _ = inputs(1)
     mean = module.mean(feature, None)
-    scored = module.evaluate(feature, None, mean.detach() + torch.tensor([1.0, 2.0]))
+    scored = module.evaluate(feature, None, {"action": mean.detach() + torch.tensor([1.0, 2.0])})
     assert scored.log_prob.item() == pytest.approx(-2.5 - math.log(2 * math.pi), abs=1e-5)
     assert scored.entropy.item() == pytest.approx(math.log(2 * math.pi * math.e), abs=1e-5)
 
@@ -396,13 +407,13 @@ def test_proprioception_is_read_in_the_head_only_where_declared(kind: str, where
         hearing.act(feature, None, None)
 
 
-def test_the_values_loss_does_not_move_the_policy() -> None:
-    module = action_modules.build(SPECS["oft"], BASE, seed=0)
+def test_the_values_loss_does_not_move_the_policy(scoring: ActionModule) -> None:
     feature, state = inputs(4)
-    module.evaluate(feature, state, torch.zeros(4, 4, 3)).value.sum().backward()
-    moved = {name for name, p in module.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
-    assert moved
-    assert not any(name.startswith("policy") or name == "log_std" for name in moved)
+    trace = scoring.act(feature, state, torch.Generator().manual_seed(0)).trace
+    scoring.evaluate(feature, state, trace).value.sum().backward()
+    moved = {name for name, p in scoring.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert any(name.startswith("value.") for name in moved)
+    assert all(name.startswith(("value.", "norm.")) for name in moved)  # oft's two heads share the norm
 
 
 @pytest.mark.parametrize("kind", sorted(SPECS))

@@ -47,8 +47,9 @@ def test_without_noise_the_step_is_the_flows() -> None:
 def test_many_steps_end_in_the_distribution_of_the_actions_whatever_the_noise(level: float) -> None:
     """Actions ~ N(2, 0.5²): the exact velocity at t is known, and mean and deviation at t = 0 are the actions'.
 
-    x_t = (1 − t)·action + t·noise, so Var = (1 − t)²·0.25 + t² and E[noise − action | x] = −2 + (t − (1 − t)·0.25) / Var
-    · (x − (1 − t)·2). 20,000 samples: standard errors of mean and deviation are 0.0035 and 0.0025.
+    x_t = (1 − t)·action + t·noise, so Var = (1 − t)²·0.25 + t², and E[noise − action | x] =
+    −2 + (t − (1 − t)·0.25) / Var · (x − (1 − t)·2). 20,000 samples: standard errors are 0.0035 and
+    0.0025.
     """
     steps, count = 400, 20_000
     generator = torch.Generator().manual_seed(1)

@@ -348,7 +348,7 @@ def test_ppo_trains_the_adapter_by_microbatch(backbone: Backbone, learning_rate:
         PpoSpec(jobs=1, num_envs=2, rollout_steps=4, epochs=2, microbatch_size=4, optimizer=sft_spec(0.0).optimizer),
         torch.Generator().manual_seed(0),
         proprioception=job.state,
-        action=decision.action,
+        trace=decision.trace,
         log_prob=decision.log_prob,
         advantage=torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(3)),
         returns=torch.zeros(ROWS),

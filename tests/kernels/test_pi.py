@@ -150,7 +150,7 @@ def test_time_embedding_by_hand() -> None:
 def test_euler_steps_go_from_one_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Velocity x_t · t: with four steps at t = 1, ¾, ½, ¼, x is multiplied by each 1 − t/4."""
     module = PiModule(spec(denoising_steps=4), BASE)
-    monkeypatch.setattr(module, "_velocity", lambda _context, x_t, time: x_t * time.float()[:, None, None])
+    monkeypatch.setattr(module, "_velocity", lambda _context, x_t, time: (x_t * time.float()[:, None, None], x_t))
     noise = torch.randn(5, 3, generator=torch.Generator().manual_seed(3))
     action = module.act(feature(1), drawn(1, 4), torch.Generator().manual_seed(3)).action
     torch.testing.assert_close(action[0], noise * (3 / 4) * (13 / 16) * (7 / 8) * (15 / 16), atol=1e-6, rtol=0)

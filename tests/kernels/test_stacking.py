@@ -48,11 +48,15 @@ def together(
     """What a stack decides, a decision a tenant."""
     counts = tuple(feature.rows for feature, _ in seen)
     layout = Layout(counts)
-    noise = torch.cat([m.draw(n, g) for m, n, g in zip(modules, counts, generators, strict=True)])
+    drawn = [m.draw(n, g) for m, n, g in zip(modules, counts, generators, strict=True)]
+    noise = {name: torch.cat([own[name] for own in drawn])[layout.spread] for name in drawn[0]}
     feature, state = concatenated([f for f, _ in seen]), torch.cat([s for _, s in seen])
-    decided = stacking.stack(modules).decode(feature[layout.spread], state[layout.spread], noise[layout.spread])
+    decided = stacking.stack(modules).decode(feature[layout.spread], state[layout.spread], noise)
     return [
-        Decision(*(None if x is None else x[rows] for x in (decided.action, decided.log_prob, decided.value)))
+        Decision(
+            *(None if x is None else x[rows] for x in (decided.action, decided.log_prob, decided.value)),
+            {name: kept[rows] for name, kept in decided.trace.items()},
+        )
         for rows in layout.kept.split(counts)
     ]
 
@@ -199,7 +203,7 @@ def test_a_stack_holds_copies_of_what_decodes_and_nothing_else(kind: str) -> Non
     names = dict(stacked.named_parameters())
     left_out = {n for n, _ in modules[0].named_parameters() if n.startswith(("adapter.", "embodiments.0."))}
     assert names.keys() == {n for n, _ in modules[0].named_parameters()} - left_out
-    assert bool(left_out) == (kind in ("lora", "gr00t"))
+    assert bool(left_out) == (VARIANTS[kind].kind in ("lora", "gr00t"))
     for name, parameter in names.items():
         assert torch.equal(parameter, torch.stack([m.get_parameter(name) for m in modules]))
         assert not parameter.requires_grad
@@ -227,8 +231,7 @@ def test_a_stack_on_a_gpu_takes_what_is_on_the_cpu_and_answers_there(kind: str) 
         stacked = stacking.stack(modules)
         assert stacked.device.type == "cuda"
         feature = known.map(lambda part: torch.empty(part.shape, dtype=part.dtype, device="cuda"))
-        spec = VARIANTS[kind]
-        decision = stacked.decode(feature, torch.empty(6, 5), torch.empty(6, spec.horizon, spec.action_width))
+        decision = stacked.decode(feature, torch.empty(6, 5), modules[0].draw(6, None))
         found = [x for x in (decision.action, decision.log_prob, decision.value) if x is not None]
         assert {x.device.type for x in found} == {"cpu"}
 

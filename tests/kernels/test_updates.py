@@ -103,7 +103,8 @@ def _ppo(valid: torch.Tensor) -> tuple[int, dict[str, float]]:
     )
     optimizer = new_optimizer(trained, spec)
     with torch.no_grad():
-        scored = trained.evaluate(VLAFeature(given["features"]), given["proprioception"], given["action"])
+        trace = {"action": given["action"]}
+        scored = trained.evaluate(VLAFeature(given["features"]), given["proprioception"], trace)
     metrics = ppo_update(
         trained,
         optimizer,
@@ -111,7 +112,7 @@ def _ppo(valid: torch.Tensor) -> tuple[int, dict[str, float]]:
         spec,
         torch.Generator().manual_seed(0),
         proprioception=given["proprioception"],
-        action=given["action"],
+        trace=trace,
         log_prob=scored.log_prob,
         advantage=torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(3)),
         returns=torch.zeros(ROWS),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.algorithm import GaeSpec, GroupMeanSpec, LeaveOneOutSpec, MonteCarloSpec, NStepSpec
 from configs.errors import DataFault
 from kernels.advantages import ESTIMATORS, gae, standardise
 
@@ -163,5 +164,7 @@ def test_standardised_by_hand_over_the_mask_only() -> None:
     np.testing.assert_array_equal(standardise(np.ones(2, np.float32), np.zeros(2, bool)), [0, 0])
 
 
-def test_estimators_are_found_by_name() -> None:
-    assert {"gae": gae} == ESTIMATORS
+def test_estimators_are_those_that_a_workload_can_name() -> None:
+    """The literals of PPO's and REINFORCE's estimators and of GRPO's baselines, no more and no fewer."""
+    kinds = [GaeSpec, NStepSpec, MonteCarloSpec, GroupMeanSpec, LeaveOneOutSpec]
+    assert set(ESTIMATORS) == {kind.model_fields["kind"].default for kind in kinds}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.losses import PpoLoss, masked_sum, ppo, ppo_counts, sft_l1, sft_valid_count
+from kernels.losses import PolicyLoss, masked_sum, ppo, ppo_counts, sft_l1, sft_valid_count
 
 
-def ppo_of(rows: slice | None = None, counts_from: torch.Tensor | None = None, **fields: Any) -> PpoLoss:
+def ppo_of(rows: slice | None = None, counts_from: torch.Tensor | None = None, **fields: Any) -> PolicyLoss:
     """PPO on 2 rows of 2 actions, with some arguments replaced; `rows` takes a microbatch of it."""
     arguments: dict[str, Any] = {
         "log_prob": torch.zeros(2, 2),

@@ -132,4 +132,4 @@ def test_with_frozen_weights_the_ratio_is_one() -> None:
 def test_a_job_without_a_valid_element_makes_no_step() -> None:
     steps, metrics = _ppo(torch.zeros(ROWS, 2, dtype=torch.bool))
     assert steps == 0
-    assert metrics == {}
+    assert metrics == {"nothing_to_learn": 1.0}

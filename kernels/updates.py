@@ -1,4 +1,4 @@
-"""Updates of one tenant's action module over the frozen base: supervised steps and PPO epochs.
+"""Supervised updates of one tenant's action module over the frozen base, and the optimizer of all updates.
 
 Plain functions over a module, an optimizer and tensors. They raise where a number is not finite, before the optimizer
 step that it would spoil. Legend: n samples, H horizon, A action width, S state width.
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from configs.algorithm import PpoSpec, SftSpec
 from configs.errors import TenantFault
-from kernels.action_modules import ActionModule, Trace
-from kernels.advantages import standardise
+from kernels.action_modules import ActionModule
 from kernels.features import VLAFeature, concatenated
-from kernels.losses import PpoCounts, ppo, ppo_counts, sft_valid_count
+from kernels.losses import sft_valid_count
 
 Encode = Callable[[slice | Tensor], VLAFeature]
 """Features of some of the samples, consecutive ones or by index; with gradient where the module adapts the base."""
@@ -230,83 +229,3 @@ def sft_update(
         update.loss(encode(update.rows) if kept is None else kept).backward()
         update.finish()
     return update.metrics()
-
-
-def ppo_update(
-    module: ActionModule,
-    optimizer: Optimizer,
-    encode: Encode,
-    algorithm: PpoSpec,
-    generator: torch.Generator,
-    *,
-    proprioception: Tensor,
-    trace: Trace,
-    log_prob: Tensor,
-    advantage: Tensor,
-    returns: Tensor,
-    valid: Tensor,
-) -> dict[str, float]:
-    """PPO epochs over one job's samples, one optimizer step a shuffled microbatch.
-
-    Advantages are standardised over the valid elements of the whole job. A microbatch without a valid element makes
-    no step.
-
-    Args:
-        module: trained in place.
-        optimizer: of the module.
-        encode: called once for all n samples; for a module with an adapter, whose features change with it, once a
-            microbatch.
-        algorithm: coefficients.
-        generator: shuffles; its state moves on.
-        proprioception: normalised, float32 [n, S].
-        trace: of the decisions, as `ActionModule.evaluate` takes it, [n, …] each.
-        log_prob: of the behaviour (or recomputed) policy, float32 [n, H].
-        advantage: float32 [n, H].
-        returns: float32 [n].
-        valid: bool [n, H].
-
-    Returns:
-        Means over the steps of loss, policy_loss, value_loss, entropy, approx_kl, clip_fraction, grad_norm.
-    """
-    module.train()
-    parameters = list(module.parameters())
-    standardised = torch.from_numpy(standardise(advantage.numpy(), valid.numpy()))
-    count = len(log_prob)
-    of_rows: Encode = encode(slice(0, count)).__getitem__ if module.adapter is None else encode
-    sums: dict[str, float] = {}
-    steps = 0
-    for _ in range(algorithm.epochs):
-        order = torch.randperm(count, generator=generator)
-        for index in order.split(algorithm.microbatch_size):
-            counts: PpoCounts = ppo_counts(valid[index], algorithm.log_prob_granularity)
-            if counts.rows == 0:
-                continue
-            of_index = {name: kept[index] for name, kept in trace.items()}
-            scored = module.evaluate(of_rows(index), proprioception[index], of_index)
-            loss = ppo(
-                log_prob=scored.log_prob,
-                old_log_prob=log_prob[index],
-                entropy=scored.entropy,
-                value=scored.value,
-                advantage=standardised[index],
-                returns=returns[index],
-                valid=valid[index],
-                counts=counts,
-                clip_coef=algorithm.clip_coef,
-                value_coef=algorithm.value_coef,
-                entropy_coef=algorithm.entropy_coef,
-                granularity=algorithm.log_prob_granularity,
-            )
-            norm = optimizer.step(loss.total, parameters)
-            steps += 1
-            for name, value in (
-                ("loss", loss.total.item()),
-                ("policy_loss", loss.policy),
-                ("value_loss", loss.value),
-                ("entropy", loss.entropy),
-                ("approx_kl", loss.approx_kl),
-                ("clip_fraction", loss.clip_fraction),
-                ("grad_norm", norm),
-            ):
-                sums[name] = sums.get(name, 0.0) + value
-    return {name: value / steps for name, value in sums.items()}

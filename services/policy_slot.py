@@ -25,7 +25,8 @@ from kernels.advantages import ESTIMATORS
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature
 from kernels.lora import load_peft
-from kernels.updates import Optimizer, SftUpdate, new_optimizer, ppo_update
+from kernels.policy_gradient import ppo_update
+from kernels.updates import Optimizer, SftUpdate, new_optimizer
 from services.feature_store import FeatureStore, KeptFeatures, scope_of
 from services.interface import Interface
 from services.rollout import FEATURE
@@ -183,7 +184,7 @@ class PolicySlot:
         self, backbone: Backbone, optimizer: Optimizer, spec: PpoSpec, data: Mapping[str, Any]
     ) -> dict[str, float]:
         valid = np.asarray(data["valid"], bool) & np.asarray(data["sample_valid"], bool)[:, None]
-        old = data["actor_log_prob"] if spec.actor_forward else data["log_prob"]
+        log_prob, value = _estimated_from(spec)
         return ppo_update(
             self.module,
             optimizer,
@@ -192,10 +193,12 @@ class PolicySlot:
             self.generator,
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
             trace=self._trace(data),
-            log_prob=torch.from_numpy(old),
+            log_prob=torch.from_numpy(data[log_prob]),
             advantage=torch.from_numpy(data["advantage"]),
             returns=torch.from_numpy(data["return"]),
             valid=torch.from_numpy(valid),
+            old_value=torch.from_numpy(data[value]),
+            behaviour_log_prob=torch.from_numpy(data["log_prob"]) if _asks_for_behaviour(spec) else None,
         )
 
     def _trace(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -274,9 +277,21 @@ def training_fields(backend: BackendConfig) -> list[str]:
     images = _seen(backend)
     if isinstance(backend.algorithm, SftSpec):
         return [*images, "proprioception", "action", "action_is_pad"]
-    log_prob = "actor_log_prob" if backend.algorithm.actor_forward else "log_prob"
-    kept = [*backend.policy.action_module.trace, log_prob, "advantage", "return", "valid", "sample_valid"]
-    return [*images, "proprioception", *kept]
+    names = dict.fromkeys(_estimated_from(backend.algorithm))
+    if _asks_for_behaviour(backend.algorithm):
+        names["log_prob"] = None
+    trace = backend.policy.action_module.trace
+    return [*images, "proprioception", *trace, *names, "advantage", "return", "valid", "sample_valid"]
+
+
+def _estimated_from(algorithm: PpoSpec) -> tuple[str, str]:
+    """Fields of log-probabilities and values under the policy that the job begins from: recomputed, or as it acted."""
+    return ("actor_log_prob", "actor_value") if algorithm.actor_forward else ("log_prob", "value")
+
+
+def _asks_for_behaviour(algorithm: PpoSpec) -> bool:
+    """Whether the loss also reads what the policy that acted found likely."""
+    return algorithm.decoupled is not None or algorithm.kl is not None
 
 
 def forward_fields(backend: BackendConfig) -> list[str]:
@@ -308,6 +323,7 @@ def advantages(data: Mapping[str, np.ndarray], algorithm: PpoSpec) -> dict[str, 
             [data["actor_value"][algorithm.num_envs :], data["next_value"][-algorithm.num_envs :]]
         )
         fields["next_value"] = following.astype(np.float32)
-    return ESTIMATORS["gae"](
-        fields, num_envs=algorithm.num_envs, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda
-    )
+    settings = algorithm.estimator.model_dump(exclude={"kind"})
+    if algorithm.estimator.kind == "gae":
+        settings["gae_lambda"] = algorithm.gae_lambda
+    return ESTIMATORS[algorithm.estimator.kind](fields, num_envs=algorithm.num_envs, gamma=algorithm.gamma, **settings)

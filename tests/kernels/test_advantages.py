@@ -1,34 +1,16 @@
-"""Advantages by hand: ends, truncations, chunks, constant groups."""
+"""Generalised advantages by hand: ends, truncations, chunks."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.algorithm import GaeSpec, GroupMeanSpec, LeaveOneOutSpec, MonteCarloSpec, NStepSpec
 from configs.errors import DataFault
-from kernels.advantages import ESTIMATORS, gae, standardise
-
-
-def rollout(steps: int, num_envs: int, horizon: int, **fields: Any) -> dict[str, np.ndarray]:
-    """A rollout without reward or end whose values are all 0, with some fields replaced."""
-    n = steps * num_envs
-    made = {
-        "reward": np.zeros((n, horizon), np.float32),
-        "valid": np.ones((n, horizon), bool),
-        "terminated": np.zeros((n, horizon), bool),
-        "truncated": np.zeros((n, horizon), bool),
-        "value": np.zeros(n, np.float32),
-        "bootstrap_value": np.zeros(n, np.float32),
-        "next_value": np.zeros(n, np.float32),
-        "sample_valid": np.ones(n, bool),
-    }
-    for name, value in fields.items():
-        made[name] = np.asarray(value, made[name].dtype).reshape(made[name].shape)
-    return made
+from kernels.advantages import ESTIMATORS, gae
+from tests.kernels.rollouts import rollout
 
 
 def test_a_chunk_that_ended_early_counts_only_what_happened_in_it() -> None:
@@ -149,19 +131,7 @@ def test_rows_that_do_not_fit_and_nan_are_refused() -> None:
         gae(rollout(1, 1, 1, value=[np.nan]), num_envs=1, gamma=1.0, gae_lambda=1.0)
 
 
-def test_a_constant_group_has_advantage_exactly_zero() -> None:
-    """Ten rewards of 0.7 in float32, and a group of one."""
-    for count in (10, 1):
-        values = np.full(count, 0.7, np.float32)
-        np.testing.assert_array_equal(standardise(values, np.ones(count, bool)), np.zeros(count))
-
-
-def test_standardised_by_hand_over_the_mask_only() -> None:
-    """1 and 3 have mean 2 and deviation 1; 100 is masked."""
-    out = standardise(np.array([1, 100, 3], np.float32), np.array([True, False, True]))
-    np.testing.assert_array_equal(out, [-1, 0, 1])
-    np.testing.assert_array_equal(standardise(np.ones(2, np.float32), np.zeros(2, bool)), [0, 0])
-
-
-def test_estimators_are_found_by_name() -> None:
-    assert {"gae": gae} == ESTIMATORS
+def test_estimators_are_those_that_a_workload_can_name() -> None:
+    """The literals of PPO's and REINFORCE's estimators and of GRPO's baselines, no more and no fewer."""
+    kinds = [GaeSpec, NStepSpec, MonteCarloSpec, GroupMeanSpec, LeaveOneOutSpec]
+    assert set(ESTIMATORS) == {kind.model_fields["kind"].default for kind in kinds}

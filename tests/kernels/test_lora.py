@@ -20,7 +20,8 @@ from kernels.backbones import Backbone
 from kernels.features import PrefixBatch, VLAFeature
 from kernels.group_batching import group, split
 from kernels.lora import GroupedLora, LoraWeights
-from kernels.updates import Optimizer, new_optimizer, ppo_update, sft_update
+from kernels.policy_gradient import ppo_update
+from kernels.updates import Optimizer, new_optimizer, sft_update
 from tests.kernels.conftest import observation
 
 BASE = presets.base_model("tiny-qwen3-vl")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.losses import PpoLoss, masked_sum, ppo, ppo_counts, sft_l1, sft_valid_count
+from kernels.losses import PolicyLoss, masked_sum, ppo, ppo_counts, sft_l1, sft_valid_count
 
 
-def ppo_of(rows: slice | None = None, counts_from: torch.Tensor | None = None, **fields: Any) -> PpoLoss:
+def ppo_of(rows: slice | None = None, counts_from: torch.Tensor | None = None, **fields: Any) -> PolicyLoss:
     """PPO on 2 rows of 2 actions, with some arguments replaced; `rows` takes a microbatch of it."""
     arguments: dict[str, Any] = {
         "log_prob": torch.zeros(2, 2),
@@ -54,6 +54,27 @@ def test_nan_under_the_mask_reaches_neither_value_nor_gradient() -> None:
     assert loss.item() == 1
     assert predicted.grad is not None
     assert predicted.grad.flatten().tolist() == [1, 0]
+
+
+def test_nan_that_was_predicted_under_the_mask_reaches_no_gradient() -> None:
+    predicted = torch.tensor([[[1.0], [float("nan")]]], requires_grad=True)
+    loss = sft_l1(predicted, torch.zeros(1, 2, 1), torch.tensor([[False, True]]), 1)
+    loss.backward()
+    assert loss.item() == 1
+    assert predicted.grad is not None
+    assert predicted.grad.flatten().tolist() == [1, 0]
+
+
+def test_rows_count_by_their_weight() -> None:
+    """|1| · 2 and |3| · 0.5 over 2 scalars: 1.75; a padded row's weight is not read."""
+    predicted = torch.tensor([[[1.0]], [[3.0]], [[7.0]]], requires_grad=True)
+    is_pad = torch.tensor([[False], [False], [True]])
+    weight = torch.tensor([2.0, 0.5, float("nan")])
+    loss = sft_l1(predicted, torch.zeros(3, 1, 1), is_pad, 2, row_weight=weight)
+    loss.backward()
+    assert loss.item() == 1.75
+    assert predicted.grad is not None
+    assert predicted.grad.flatten().tolist() == [1, 0.25, 0]
 
 
 def test_no_padding_equals_a_mask_of_ones_and_nothing_valid_is_zero() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from configs.algorithm import PpoSpec
 from configs.errors import Conflict, DataFault, SpecError, TenantFault, UnknownObject
 from configs.home import PROJECT_ROOT
 from configs.workload import ResourcesSpec
@@ -279,6 +280,34 @@ def test_with_frozen_weights_the_recomputed_ratio_is_one(service: TrainingModelS
         metrics = (await service.train_job(described))["metrics"]
         assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
         assert metrics["clip_fraction"] == 0.0
+
+    asyncio.run(main())
+
+
+def test_every_declared_setting_of_ppo_reaches_the_update(service: TrainingModelService, tmp_path: Path) -> None:
+    """Estimator, importance weights, distance: what the recorded policy found impossible counts 5 and is far off."""
+
+    async def trained(tenant: str, **changes: Any) -> dict[str, float]:
+        config = backend(tenant, "rl")
+        algorithm = PpoSpec.model_validate(config.algorithm.model_dump() | {"actor_forward": True, **changes})
+        config = config.model_copy(update={"algorithm": algorithm})
+        await opened(service, tmp_path, config)
+        described = _rollout(tmp_path, config, log_prob=np.full((8, 1), -50.0, np.float32))
+        await service.actor_forward(described)
+        await service.compute_advantages(described)
+        return dict((await service.train_job(described))["metrics"])
+
+    async def main() -> None:
+        plain = await trained("plain")
+        assert (plain["capped_fraction"], plain["kl"]) == (0, 0)
+        old = await trained("old", decoupled={"weight_cap": 5.0}, kl={"coef": 0.1, "estimator": "k2"})
+        assert old["capped_fraction"] == pytest.approx(1.0)
+        assert old["kl"] > 100, "half the square of tens of nats"
+        losses = {plain["value_loss"]}
+        for estimator in ({"kind": "n_step", "n_steps": 1}, {"kind": "monte_carlo"}):
+            metrics = await trained(str(estimator["kind"]), estimator=estimator, gae_lambda=None)
+            losses.add(metrics["value_loss"])
+        assert len(losses) == 3, "each estimator has returns of its own"
 
     asyncio.run(main())
 

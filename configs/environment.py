@@ -36,7 +36,10 @@ class EnvironmentSpec(Spec):
     """An environment preset: what a tenant's policy sees and does there."""
 
     name: Name = Field(description="Name under which workloads ask for this environment.")
-    kind: Literal["gymnasium", "maniskill"] = Field(description="Which adapter hosts it.")
+    kind: Literal["gymnasium", "gymnasium_vector", "maniskill"] = Field(
+        description="Which adapter hosts it; gymnasium_vector makes one vector environment a host, of that host's part "
+        "of the session's environments, and takes every auto-reset style."
+    )
     id: str = Field(description="Registered id, for instance PushCube-v1.")
     instruction: str = Field(min_length=1, description="What the robot is told to do.")
     cameras: tuple[CameraSpec, ...] = Field(min_length=1, description="RGB cameras by name.")

@@ -56,6 +56,11 @@ class EnvironmentSpec(Spec):
         default=False,
         description="Render goal markers that ManiSkill hides from cameras; proprioception does not hold the goal.",
     )
+    turned_cameras: tuple[Name, ...] = Field(
+        default=(),
+        description="Cameras whose pictures are turned by 180 degrees where they leave the simulator, so once for "
+        "demonstrations, training and serving alike (LIBERO's stand on their heads).",
+    )
     backend: Literal["cpu", "gpu"] = Field(default="cpu", description="Physics and rendering device.")
     step_timeout_s: float = Field(default=60.0, gt=0, description="A call that takes longer fails its session.")
 
@@ -72,6 +77,9 @@ class EnvironmentSpec(Spec):
         names = [camera.name for camera in self.cameras]
         if len(set(names)) != len(names):
             raise ValueError(f"cameras: got {names}; possible: each name once; rename one")
+        turned = self.turned_cameras
+        if len(set(turned)) != len(turned) or not set(turned) <= set(names):
+            raise ValueError(f"turned_cameras: got {list(turned)}; possible: {', '.join(names)}, each once; correct it")
         return self
 
 

@@ -101,17 +101,18 @@ def final_rows(infos: Mapping[str, Any], rows: Sequence[int], env_id: str) -> di
     return found
 
 
-def succeeded(infos: Mapping[str, Any], row: int, *, ended: bool) -> bool:
-    """`success` or `is_success` of one row; that of an ended row may stand in `final_info`."""
+def succeeded(infos: Mapping[str, Any], row: int) -> bool:
+    """`success` or `is_success` of one row in a step's infos.
+
+    `final_info` comes first: what stands beside it is of the reset, in ManiSkill's wrapper for every row.
+    """
     final = infos.get("final_info")
-    if final is None:
-        places = [(infos, row)]
-    elif isinstance(final, Mapping):
-        places = [(final, row), (infos, row)]
-    else:  # objects, one an ended row (gymnasium before 1)
-        places = [({name: [value] for name, value in (final[row] or {}).items()}, 0), (infos, row)]
-    # ManiSkill's infos are those of its reset where any row ended, so that final_info is a second place for the others.
-    for source, place in places if ended else reversed(places):
+    places: list[tuple[Mapping[str, Any], int]] = [(infos, row)]
+    if isinstance(final, Mapping):
+        places.insert(0, (final, row))
+    elif final is not None and final[row] is not None:  # objects, one an ended row (gymnasium before 1)
+        places.insert(0, ({name: [value] for name, value in final[row].items()}, 0))
+    for source, place in places:
         for name in ("success", "is_success"):
             if name in source and (f"_{name}" not in source or source[f"_{name}"][place]):
                 return bool(source[name][place])

@@ -172,7 +172,7 @@ class GymnasiumVectorAdapter:
         ended = [row for row in rows if self._over[row]]
         self._final = final_rows(infos, ended, self._spec["id"]) if self._style is AutoresetMode.SAME_STEP else {}
         limit = self._steps >= self._spec["max_episode_steps"]
-        success = np.array([succeeded(infos, row, ended=bool(self._over[row])) for row in rows], bool)
+        success = np.array([succeeded(infos, row) for row in rows], bool)
         return StepResult(reward[rows], terminated[rows], (truncated | limit)[rows], success)
 
     def _step_all(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, Mapping[str, Any]]:

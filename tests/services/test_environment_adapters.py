@@ -257,6 +257,23 @@ def test_a_random_policy_seldom_reaches_and_positions_are_in_the_picture():
         np.testing.assert_allclose(seen, place[:2], atol=1 / 64)
 
 
+def test_a_camera_is_turned_once_wherever_its_picture_goes():
+    """First, final and following observations and demonstrations of Reach-v0: each pixel (i, j) is at (63−i, 63−j)."""
+    found = []
+    for turned in ((), ("top",)):
+        spec = preset("reach", turned_cameras=turned, max_episode_steps=2)
+        batch = EnvironmentBatch(spec, make_adapter(spec, 2), 2, images=True)
+        pictures = [batch.reset([1, 2])["images"]["top"]]
+        for _ in range(2):
+            step = batch.batch_step(np.full((2, 1, 2), 0.5, np.float32), [3, None])
+            pictures += [step["observation"]["images"]["top"], step["final_observation"]["images"]["top"]]
+        found.append([*pictures, batch.expert_episode(4, 0.0)["images"]["top"]])
+    assert [len(pictures) for pictures in found[0]] == [2, 2, 0, 2, 2, 2]
+    for plain, turned in zip(*found, strict=True):
+        np.testing.assert_array_equal(turned, np.rot90(plain, 2, axes=(1, 2)))
+    assert (found[0][0] != found[1][0]).any()
+
+
 @needs_renderer
 def test_light_visuals_change_the_picture_and_not_the_physics():
     light, full = SPECS["pushcube"], preset("pushcube", light_visuals=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,12 @@ from configs.errors import EnvironmentFault, SpecError
 from kernels.advantages import gae
 from services.environments import renderer
 from services.environments.adapter import make_adapter
+from services.environments.autoreset import final_rows, succeeded
 from services.environments.batch import EnvironmentBatch
 from services.rollout import Collected, Observation, Prediction, collect_rollout
 from tests.services.counting_environments import STYLES
 from tests.services.environment_specs import preset, toy
+from tests.services.in_process import InProcess
 
 needs_renderer = pytest.mark.skipif(renderer.check() is not None, reason=str(renderer.check()))
 HORIZON, STEPS, ENVS = 3, 3, 2
@@ -34,21 +36,6 @@ def batch(request: pytest.FixtureRequest) -> Iterator[EnvironmentBatch]:
     adapter = make_adapter(spec, ENVS)
     yield EnvironmentBatch(spec, adapter, ENVS, images=True)
     adapter.close()
-
-
-class InProcess:
-    """A session over a batch that is here; keeps what `batch_step` gave."""
-
-    def __init__(self, batch: EnvironmentBatch) -> None:
-        self._batch = batch
-        self.steps: list[dict[str, Any]] = []
-
-    async def reset(self, seeds: Sequence[int | None]) -> Observation:
-        return self._batch.reset(seeds)
-
-    async def batch_step(self, actions: np.ndarray, next_seeds: Sequence[int | None]) -> dict[str, Any]:
-        self.steps.append(self._batch.batch_step(actions, next_seeds))
-        return self.steps[-1]
 
 
 async def value_is_seed_and_step(observation: Observation) -> Prediction:
@@ -167,6 +154,24 @@ def test_what_was_handed_out_stays_as_it_was(batch: EnvironmentBatch) -> None:
     assert (final["images"]["front"][0, 0, 0, 0], step["observation"]["images"]["front"][1, 0, 0, 0]) == (2, 2)
 
 
+@pytest.mark.parametrize("style", list(STYLES))
+def test_rows_that_the_adapter_gives_are_copies(style: str) -> None:
+    """Without a batch around it, which copies once more; seed 0 ends in the second step, whose final row is kept."""
+    adapter = make_adapter(counting(style), 2)
+    adapter.reset([0, 1], [0, 1])
+    states, pictures = [adapter.proprioception([0, 1])], [adapter.render([0, 1])["front"]]
+    for _ in range(2):
+        adapter.step([0, 1], np.zeros((2, 1), np.float32))
+        states.append(adapter.proprioception([0, 1]))
+        pictures.append(adapter.render([0, 1])["front"])
+    adapter.reset([0], [9])
+    adapter.step([0, 1], np.zeros((2, 1), np.float32))
+    assert [rows.tolist() for rows in states] == [[[0, 0], [1, 0]], [[0, 1], [1, 1]], [[0, 2], [1, 2]]]
+    assert [rows[:, 0, 0, 0].tolist() for rows in pictures] == [[0, 0], [1, 1], [2, 2]]
+    assert adapter.proprioception([0, 1]).tolist() == [[9, 1], [1, 3]]
+    adapter.close()
+
+
 @pytest.mark.parametrize("style", ["SameStep", "NextStep", "Disabled", "ManiSkill"])
 def test_the_declared_limit_truncates_where_the_environment_does_not(style: str) -> None:
     """Seed 5 lasts 4 steps of its own; at most 3 are declared: truncated there, and its final observation is (5, 3)."""
@@ -226,6 +231,54 @@ def test_what_a_vector_environment_does_not_do_is_refused_in_words(style: str, m
     with pytest.raises(SpecError) as caught:
         make_adapter(counting(style), 2)
     assert str(caught.value).startswith(message)
+
+
+def _objects(*values: Any) -> np.ndarray:
+    return np.array([*values, None], dtype=object)[:-1]
+
+
+STATE, ENDED = np.array([4.0, 2.0], np.float32), np.array([False, True])
+
+
+@pytest.mark.parametrize(
+    "infos",
+    [
+        # gymnasium 1: objects, and a dict of arrays with masks; the auto-reset's own infos beside them.
+        {
+            "final_obs": _objects(None, STATE),
+            "final_info": {"success": ENDED, "_success": ENDED},
+            "success": np.array([True, False]),
+            "_success": np.array([True, True]),
+        },
+        # gymnasium before 1: objects both.
+        {
+            "final_observation": _objects(None, STATE),
+            "final_info": _objects(None, {"success": True}),
+            "success": np.array([True, False]),
+        },
+        # ManiSkill: whole batches; what is not in final_info is of the reset.
+        {
+            "final_observation": np.stack([STATE + 9, STATE]),
+            "final_info": {"success": np.array([True, True])},
+            "_final_info": ENDED,
+            "success": np.array([True, False]),
+        },
+        {"final_observation": np.stack([STATE + 9, STATE]), "final_info": {"is_success": np.array([True, True])}},
+    ],
+)
+def test_final_observations_and_successes_are_found_in_every_form(infos: dict[str, Any]) -> None:
+    """Row 1 ended with success at (4, 2), and the environment it is reset to has none; row 0 goes on and succeeds."""
+    found = final_rows(infos, [1], "It-v0")
+    assert {row: value.tolist() for row, value in found.items()} == {1: [4, 2]}
+    found[1][:] = 0
+    assert STATE.tolist() == [4, 2]
+    assert (succeeded(infos, 0), succeeded(infos, 1)) == (True, True)
+
+
+def test_no_word_of_success_is_none() -> None:
+    assert not succeeded({}, 0)
+    assert not succeeded({"final_info": _objects(None)}, 0)
+    assert not succeeded({"success": np.array([True]), "_success": np.array([False])}, 0)
 
 
 def test_a_missing_final_observation_is_the_environments_fault() -> None:

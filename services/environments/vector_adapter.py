@@ -60,6 +60,13 @@ class GymnasiumVectorAdapter:
         self.close()
         self._env = self._made(num_envs)
         self._num_envs = num_envs
+        try:
+            self._set_up(num_envs)
+        except SpecError:
+            self.close()  # not to be found here, as if it had passed, by the next session
+            raise
+
+    def _set_up(self, num_envs: int) -> None:
         space = self._env.single_action_space
         width, env_id = self._spec["action_width"], self._spec["id"]
         if not isinstance(space, gymnasium.spaces.Box) or space.shape != (width,):
@@ -111,7 +118,8 @@ class GymnasiumVectorAdapter:
             first = self.proprioception(every)
             reward, terminated, truncated = self._step_all(np.tile(self._filler, (self._num_envs, 1)))[:3]
             stepped = self.proprioception(every)
-            self._observation, _ = reset_rows(self._env, [0], [0])
+            # Row 0 by the last row's seed: the row may not matter either.
+            self._observation, _ = reset_rows(self._env, [0], [every[-1]])
             again = self.proprioception(every)
         except SpecError:
             raise
@@ -122,10 +130,10 @@ class GymnasiumVectorAdapter:
         for name, value in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
             if value.shape != (self._num_envs,):
                 raise SpecError(refusal(f"step's {name}", value.shape, f"shape ({self._num_envs},)", f"mend {env_id}"))
-        if not np.array_equal(again[0], first[0]):
+        if not _alike(again[0], first[-1]):
             given = "two initial observations for one seed"
             raise SpecError(refusal("reset", given, f"{wanted}, whose seed alone decides", remedy))
-        if not np.array_equal(again[1:], stepped[1:]):
+        if not _alike(again[1:], stepped[1:]):
             given = "other rows' observations changed by a reset of row 0"
             raise SpecError(refusal("reset", given, f"{wanted}, which leaves rows out of the mask as they are", remedy))
         self._observation = None
@@ -242,6 +250,11 @@ class GymnasiumVectorAdapter:
         if self._env is not None:
             self._env.close()
             self._env, self._num_envs = None, 0
+
+
+def _alike(a: np.ndarray, b: np.ndarray) -> bool:
+    """Near enough for one state: simulators on a device place each row elsewhere in one world, and round."""
+    return np.allclose(a, b, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 def _line(error: Exception) -> str:

@@ -155,6 +155,8 @@ class Changed(VectorWrapper[Any, Any, Any, Any, Any]):
         if self._fault == "seeds ignored":
             self._begun = getattr(self, "_begun", 0) + 1
             seed = [self._begun] * self.num_envs
+        if self._fault == "row decides":
+            seed = [None if s is None else s + 10 * row for row, s in enumerate(seed)]
         return self.env.reset(seed=seed, options=options)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -199,6 +201,7 @@ OTHERS = {
             "one seed",
             "mask ignored",
             "seeds ignored",
+            "row decides",
             "column of rewards",
         )
     },

@@ -221,6 +221,7 @@ def test_pictures_by_render_and_a_reset_in_the_same_step_do_not_go_together() ->
         ("OneSeed", "reset, step: got 'TypeError: seed has to be an integer'; possible: reset(seed=[one an environmen"),
         ("MaskIgnored", 'reset: got "other rows\' observations changed by a reset of row 0"; possible: reset(seed=[on'),
         ("SeedsIgnored", "reset: got 'two initial observations for one seed'; possible: reset(seed=[one an environme"),
+        ("RowDecides", "reset: got 'two initial observations for one seed'; possible: reset(seed=[one an environment"),
         ("ColumnOfRewards", "step's reward: got (2, 1); possible: shape (2,); mend tests.services.counting_environm"),
         ("Single", "id: got 'Counting of no number of environments'; possible: a gymnasium.vector.VectorEnv of the 2"),
         ("Bare", "id: got 'tests.services.counting_environments:CountingBare-v0'; possible: a factory of num_envs, "),
@@ -279,6 +280,14 @@ def test_no_word_of_success_is_none() -> None:
     assert not succeeded({}, 0)
     assert not succeeded({"final_info": _objects(None)}, 0)
     assert not succeeded({"success": np.array([True]), "_success": np.array([False])}, 0)
+
+
+def test_what_was_refused_once_is_refused_again_by_a_host_that_stays() -> None:
+    """One row cannot show that the mask is ignored; two can, each time they are asked for."""
+    adapter = make_adapter(counting("MaskIgnored"), 1)
+    for _ in range(2):
+        with pytest.raises(SpecError, match="other rows' observations changed"):
+            adapter.resize(2)
 
 
 def test_a_missing_final_observation_is_the_environments_fault() -> None:

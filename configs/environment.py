@@ -36,7 +36,10 @@ class EnvironmentSpec(Spec):
     """An environment preset: what a tenant's policy sees and does there."""
 
     name: Name = Field(description="Name under which workloads ask for this environment.")
-    kind: Literal["gymnasium", "maniskill"] = Field(description="Which adapter hosts it.")
+    kind: Literal["gymnasium", "gymnasium_vector", "maniskill"] = Field(
+        description="Which adapter hosts it; gymnasium_vector makes one vector environment a host, of that host's part "
+        "of the session's environments, and takes every auto-reset style."
+    )
     id: str = Field(description="Registered id, for instance PushCube-v1.")
     instruction: str = Field(min_length=1, description="What the robot is told to do.")
     cameras: tuple[CameraSpec, ...] = Field(min_length=1, description="RGB cameras by name.")
@@ -52,6 +55,11 @@ class EnvironmentSpec(Spec):
     show_goal: bool = Field(
         default=False,
         description="Render goal markers that ManiSkill hides from cameras; proprioception does not hold the goal.",
+    )
+    turned_cameras: tuple[Name, ...] = Field(
+        default=(),
+        description="Cameras whose pictures are turned by 180 degrees where they leave the simulator, so once for "
+        "demonstrations, training and serving alike (LIBERO's stand on their heads).",
     )
     backend: Literal["cpu", "gpu"] = Field(default="cpu", description="Physics and rendering device.")
     step_timeout_s: float = Field(default=60.0, gt=0, description="A call that takes longer fails its session.")
@@ -69,6 +77,9 @@ class EnvironmentSpec(Spec):
         names = [camera.name for camera in self.cameras]
         if len(set(names)) != len(names):
             raise ValueError(f"cameras: got {names}; possible: each name once; rename one")
+        turned = self.turned_cameras
+        if len(set(turned)) != len(turned) or not set(turned) <= set(names):
+            raise ValueError(f"turned_cameras: got {list(turned)}; possible: {', '.join(names)}, each once; correct it")
         return self
 
 

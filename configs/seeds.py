@@ -2,7 +2,7 @@
 
 An initial state is a function of its seed alone, so disjoint ranges make "held out" a matter of arithmetic. Every
 request for seeds is held to its range: those that a person chooses by the declarations (`require_within`), those of
-RL rollouts by `training_seed`.
+RL rollouts by `training_seed` and `group_seed`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ PRETRAINING: Final = range(1_000_000, 10_000_000)
 TRAINING: Final = range(10_000_000, 2**31)
 EPISODES_PER_ROLLOUT: Final = 4_096
 ROLLOUTS_PER_SEED: Final = 4_096
+_GROUPS_PER_ROLLOUT: Final = 2**32
 ALGORITHM_SEEDS: Final = range(len(TRAINING) // (ROLLOUTS_PER_SEED * EPISODES_PER_ROLLOUT))
 """What an RL workload may declare as its `algorithm.seed`: each has a part of TRAINING of its own."""
 
@@ -41,6 +42,36 @@ def training_seed(seed: int, rollout: int, episode: int) -> int:
             )
         )
     return TRAINING[index]
+
+
+def group_seed(seed: int, rollout: int, episode: int, group_size: int) -> int:
+    """Environment seed of an episode that shares its initial state with its group: that of the group's number.
+
+    Episodes are numbered as in services/rollout.py (environment e's k-th is e + k × num_envs). Where `group_size`
+    divides num_envs, a group is the k-th episodes of `group_size` environments side by side. With groups of one this
+    is `training_seed`.
+
+    Raises:
+        SpecError: as `training_seed`, or for a `group_size` below 1.
+    """
+    return training_seed(seed, rollout, _group_number(episode, group_size))
+
+
+def group_id(rollout: int, episode: int, group_size: int) -> int:
+    """Which group an episode is compared within: one number for each group of each rollout, fit for int64.
+
+    Unlike `group_seed` it does not come round to the next rollout's, however many groups a rollout has.
+
+    Raises:
+        SpecError: for a `group_size` below 1.
+    """
+    return rollout * _GROUPS_PER_ROLLOUT + _group_number(episode, group_size)
+
+
+def _group_number(episode: int, group_size: int) -> int:
+    if group_size < 1:
+        raise SpecError(refusal("group_size", group_size, "1 or more", "correct it"))
+    return episode // group_size
 
 
 def require_within(allowed: range, first_seed: int, count: int, terms: str) -> None:

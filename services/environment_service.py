@@ -263,7 +263,7 @@ class EnvironmentService:
         """What can be hosted here: `environments` (presets), `kinds` (None, or why that kind cannot run), `hosts`."""
         return {
             "environments": presets.names("environments"),
-            "kinds": {"gymnasium": None, "maniskill": renderer.check()},
+            "kinds": {"gymnasium": None, "gymnasium_vector": None, "maniskill": renderer.check()},
             "hosts": self._pool.usage(),
         }
 

@@ -63,7 +63,11 @@ class Adapter(Protocol):
         """Release the simulator."""
 
 
-_MODULES = {"gymnasium": "gymnasium_adapter:GymnasiumAdapter", "maniskill": "maniskill:make_adapter"}
+_MODULES = {
+    "gymnasium": "gymnasium_adapter:GymnasiumAdapter",
+    "gymnasium_vector": "vector_adapter:GymnasiumVectorAdapter",
+    "maniskill": "maniskill:make_adapter",
+}
 
 
 def make_adapter(spec: Mapping[str, Any], num_envs: int) -> Adapter:

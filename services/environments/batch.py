@@ -167,10 +167,17 @@ class EnvironmentBatch:
         if not indices:
             return _take(self._last, [])
         return {
-            "images": self._adapter.render(indices) if self._images else {},
+            "images": self._pictures(indices) if self._images else {},
             "proprioception": self._adapter.proprioception(indices),
             "instructions": self._adapter.instructions(indices),
         }
+
+    def _pictures(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """What the cameras show, the declared ones turned by 180°: here and nowhere else."""
+        images = self._adapter.render(indices)
+        for name in self._spec["turned_cameras"]:
+            images[name] = images[name][:, ::-1, ::-1]
+        return images
 
     def _store(self, indices: Sequence[int], observation: Observation) -> None:
         if not indices:

@@ -9,6 +9,7 @@ import pytest
 
 from configs import presets, seeds
 from configs.algorithm import MAX_ROLLOUTS
+from configs.environment import EnvironmentSpec
 from configs.errors import SpecError
 from configs.model import MODULE_SPECS, LoraTarget
 from configs.requests import CollectRequest, EvaluateRequest
@@ -71,6 +72,13 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
         presets.environment("reech")
 
 
+@pytest.mark.parametrize("turned", [["side"], ["top", "top"]])
+def test_turned_cameras_are_cameras_of_the_environment(turned: list[str]) -> None:
+    environment = presets.environment("reach").model_dump(mode="json") | {"turned_cameras": turned}
+    with pytest.raises(SpecError, match=r"turned_cameras: got \[.*\]; possible: top, each once; correct it"):
+        parse(EnvironmentSpec, environment, where="environment")
+
+
 def test_ranges_of_seeds_never_meet() -> None:
     ranges = (seeds.EVALUATION, seeds.DEMONSTRATIONS, seeds.PRETRAINING, seeds.TRAINING)
     for a, b in combinations(ranges, 2):
@@ -96,6 +104,32 @@ def test_training_seeds_never_wrap_so_what_would_leave_their_range_is_refused() 
         seeds.training_seed(128, 0, 0)
     with pytest.raises(SpecError, match=r"algorithm\.seed: got .* episode -1"):
         seeds.training_seed(0, 0, -1)
+
+
+def test_groups_begin_alike_side_by_side_and_are_no_other_groups() -> None:
+    """Eight environments in groups of four: environments 0–3 and 4–7, episode after episode; rollout 2 of seed 1."""
+    numbers = [[e + k * 8 for e in range(8)] for k in range(3)]
+    first = 10_000_000 + (4_096 + 2) * 4_096
+    found = [[seeds.group_seed(1, 2, n, 4) - first for n in row] for row in numbers]
+    assert found == [[0] * 4 + [1] * 4, [2] * 4 + [3] * 4, [4] * 4 + [5] * 4]
+    ids = [[seeds.group_id(2, n, 4) - 2 * 2**32 for n in row] for row in numbers]
+    assert ids == found
+    assert [seeds.group_seed(1, 2, n, 1) for n in range(9)] == [seeds.training_seed(1, 2, n) for n in range(9)]
+
+
+def test_groups_of_different_rollouts_never_meet_and_stay_in_the_training_range() -> None:
+    """More episodes than a rollout has seeds: 5000 groups of two of each of three rollouts are 15000 ids. Their seeds
+    stay training's, and those of the first 4096 groups are the rollout's own."""
+    rollouts = (0, 1, seeds.ROLLOUTS_PER_SEED - 2)
+    assert len({seeds.group_id(r, n, 2) for r in rollouts for n in range(10_000)}) == 15_000
+    assert max(seeds.group_id(r, 10_000, 2) for r in rollouts) < 2**63
+    assert all(seeds.group_seed(0, r, n, 2) in seeds.TRAINING for r in rollouts for n in range(0, 10_000, 7))
+    own = {seeds.group_seed(0, r, n, 2) for r in rollouts for n in range(2 * seeds.EPISODES_PER_ROLLOUT)}
+    assert len(own) == 3 * seeds.EPISODES_PER_ROLLOUT
+    with pytest.raises(SpecError, match="group_size: got 0; possible: 1 or more"):
+        seeds.group_seed(0, 0, 0, 0)
+    with pytest.raises(SpecError, match=r"algorithm\.seed: got .* episode -1"):
+        seeds.group_seed(0, 0, -1, 4)
 
 
 def test_as_many_rollouts_as_a_workload_can_make_have_seeds_of_their_own() -> None:

@@ -12,11 +12,12 @@ from tests.services.environment_specs import preset, toy
 needs_renderer = pytest.mark.skipif(renderer.check() is not None, reason=str(renderer.check()))
 SPECS = {
     "toy": toy(),
+    "toy-vector": toy(kind="gymnasium_vector"),
     "reach": preset("reach"),
     "pushcube": preset("pushcube"),
     "pickcube": preset("pickcube"),
 }
-ALL = ["toy", "reach", *(pytest.param(name, marks=needs_renderer) for name in ("pushcube", "pickcube"))]
+ALL = ["toy", "toy-vector", "reach", *(pytest.param(name, marks=needs_renderer) for name in ("pushcube", "pickcube"))]
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -117,6 +118,24 @@ def test_truncation_masks_what_follows_and_hands_out_the_true_last_observation(c
         last["observation"]["proprioception"][1], last["final_observation"]["proprioception"][1]
     )
     assert (last["final_observation"]["proprioception"] != fresh["proprioception"]).any()
+
+
+def test_one_seed_given_to_several_environments_begins_them_alike(case):
+    """What groups that are compared with each other begin from; afterwards each goes its own way."""
+    spec, _ = case
+    batch = _batch(case)
+    alike = batch.reset([7, 7, 7])
+    _assert_equal(alike, batch.reset([8, 7, 9]), rows=[1])
+    for row in (1, 2):
+        np.testing.assert_array_equal(alike["proprioception"][row], alike["proprioception"][0])
+        for pictures in alike["images"].values():
+            np.testing.assert_array_equal(pictures[row], pictures[0])
+    # One of them alone begins anew, in the middle of the others' episodes.
+    limit = spec["max_episode_steps"]
+    batch.reset([8, 9, 7])
+    batch.batch_step(np.zeros((3, limit - 1, spec["action_width"]), np.float32), [None] * 3)
+    again = batch.batch_step(np.zeros((3, 1, spec["action_width"]), np.float32), [None, 7, None])
+    _assert_equal(again["observation"], alike, rows=[1])
 
 
 def test_an_idle_environment_is_not_stepped(case):
@@ -238,6 +257,23 @@ def test_a_random_policy_seldom_reaches_and_positions_are_in_the_picture():
         np.testing.assert_allclose(seen, place[:2], atol=1 / 64)
 
 
+def test_a_camera_is_turned_once_wherever_its_picture_goes():
+    """First, final and following observations and demonstrations of Reach-v0: each pixel (i, j) is at (63−i, 63−j)."""
+    found = []
+    for turned in ((), ("top",)):
+        spec = preset("reach", turned_cameras=turned, max_episode_steps=2)
+        batch = EnvironmentBatch(spec, make_adapter(spec, 2), 2, images=True)
+        pictures = [batch.reset([1, 2])["images"]["top"]]
+        for _ in range(2):
+            step = batch.batch_step(np.full((2, 1, 2), 0.5, np.float32), [3, None])
+            pictures += [step["observation"]["images"]["top"], step["final_observation"]["images"]["top"]]
+        found.append([*pictures, batch.expert_episode(4, 0.0)["images"]["top"]])
+    assert [len(pictures) for pictures in found[0]] == [2, 2, 0, 2, 2, 2]
+    for plain, turned in zip(*found, strict=True):
+        np.testing.assert_array_equal(turned, np.rot90(plain, 2, axes=(1, 2)))
+    assert (found[0][0] != found[1][0]).any()
+
+
 @needs_renderer
 def test_light_visuals_change_the_picture_and_not_the_physics():
     light, full = SPECS["pushcube"], preset("pushcube", light_visuals=False)
@@ -258,7 +294,7 @@ def test_light_visuals_change_the_picture_and_not_the_physics():
         (toy(action_width=3, action={"mean": [0, 0, 0], "std": [1, 1, 1]}), "action_width: got 3"),
         (preset("reach", id="Nowhere-v0"), "id: got 'Nowhere-v0'; possible: a registered gymnasium id"),
         (preset("reach", backend="gpu"), "backend: got 'gpu'; possible: cpu"),
-        (preset("reach", kind="mujoco"), "kind: got 'mujoco'; possible: gymnasium, maniskill"),
+        (preset("reach", kind="mujoco"), "kind: got 'mujoco'; possible: gymnasium, gymnasium_vector, maniskill"),
     ],
 )
 def test_a_wrong_declaration_is_refused_by_field(spec, message):

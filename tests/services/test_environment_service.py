@@ -99,6 +99,32 @@ def test_hosts_side_by_side_give_what_one_host_gives():
     run(main())
 
 
+def test_a_vector_environment_a_host_gives_what_separate_environments_give():
+    """Three environments as one and two to a host, each host's own vector environment, then all of them in a host that
+    held two; seeds 0, 1, 2 end after 2, 3, 4 of the chunk's 4 steps and go on with 6, 7, 8."""
+
+    async def main():
+        vector = toy(kind="gymnasium_vector", id="tests.services.counting_environments:CountingSameStep-v0")
+        single = toy(id="tests.services.counting_environments:Counting-v0")
+        async with service(1 + 2) as svc:
+            results = []
+            for environment, hosts in ((single, 1), (vector, 2), (vector, 1)):
+                opened = await svc.open(request(environment, num_envs=3, hosts=hosts, wait_s=60.0))
+                await svc.reset(opened["session_id"], [0, 1, 2])
+                results.append(await svc.batch_step(opened["session_id"], action(GO, 3, 4), [6, 7, 8]))
+                await svc.close(opened["session_id"])
+            for result in results:
+                np.testing.assert_array_equal(result["reward"], [[1, 2, 0, 0], [1, 2, 3, 0], [1, 2, 3, 4]])
+                np.testing.assert_array_equal(result["final_observation"]["proprioception"], [[0, 2], [1, 3], [2, 4]])
+                np.testing.assert_array_equal(result["observation"]["proprioception"], [[6, 0], [7, 0], [8, 0]])
+                assert result["observation"]["instructions"] == [f"count from {seed}" for seed in (6, 7, 8)]
+            broken = toy(kind="gymnasium_vector", id="tests.services.counting_environments:CountingNoStyle-v0")
+            with pytest.raises(SpecError, match=r"autoreset_mode.*: got None; possible: AutoresetMode\.NEXT_STEP"):
+                await svc.open(request(broken, wait_s=60.0))
+
+    run(main())
+
+
 def test_step_is_a_chunk_of_one_and_experts_work_through_the_service():
     async def main():
         async with service() as svc:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from configs import seeds
 from configs.errors import EnvironmentFault
 from services.rollout import Observation, Prediction, collect_rollout, run_episodes
 
@@ -83,9 +84,7 @@ def collect(session: CountingSession, **arguments: Any) -> tuple[dict[str, np.nd
         collected = await collect_rollout(
             value_is_seed_and_step,
             session,
-            seed_of_episode=lambda n: n,
-            progress=lambda _done, _of: None,
-            **arguments,
+            **{"seed_of_episode": lambda n: n, "progress": lambda _done, _of: None} | arguments,
         )
         after = await collected.values_after(value_is_seed_and_step)
         return {**collected.data, **after}, collected.instructions, collected.episodes
@@ -127,6 +126,19 @@ def test_an_episodes_seed_depends_on_its_number_not_on_who_finishes_first() -> N
     assert session.resets == [0, 1, 3, 5]
     assert instructions == ["seed 0", "seed 1", "seed 0", "seed 3", "seed 0", "seed 5"]
     assert episodes.success == {1: True, 3: True}
+
+
+def test_episodes_of_a_group_begin_alike_in_environments_side_by_side() -> None:
+    """Four environments in groups of two: seeds a, a, b, b; episodes of a last one step, so its environments go on
+    together to the group c = a + 2, whose seed is the same whoever came there first."""
+    a = seeds.group_seed(0, 3, 0, 2)
+    session = CountingSession(4, {a: 1, a + 1: 9, a + 2: 9})
+    data, instructions, _ = collect(
+        session, seed_of_episode=lambda n: seeds.group_seed(0, 3, n, 2), num_envs=4, steps=2
+    )
+    assert session.resets == [a, a, a + 1, a + 1, a + 2, a + 2]
+    assert instructions == [f"seed {seed}" for seed in (a, a, a + 1, a + 1, a + 2, a + 2, a + 1, a + 1)]
+    np.testing.assert_array_equal(data["proprioception"][:4, 1], 0)
 
 
 def test_handed_out_observations_are_copies() -> None:

@@ -20,6 +20,7 @@ from joynexus.command import main
 from kernels import action_modules, backbones
 from kernels.backbones import Backbone
 from services import lookup, serving
+from services.policy_stacks import PolicyStacks
 from services.serving import Request, ServingPolicy
 from storage.partitions import PartitionStore
 from storage.registry import ResolvedAdapter
@@ -145,7 +146,9 @@ def test_an_adapter_leaves_as_pefts_files_and_comes_back_as_another_tenants_star
     assert (payload["version"], answer["policy_version"]) == (0, 0)
     inside = {n: a for n, a in payload["tensors"].items() if n.startswith("adapter.")}
     assert all(np.array_equal(array, found.params[name]) for name, array in inside.items())
-    (alone,) = serving.forward(ours, [_request(ServingPolicy(config, 0, payload["tensors"]), ours, seen)])
+    (alone,) = serving.forward(
+        ours, [_request(ServingPolicy(config, 0, payload["tensors"]), ours, seen)], PolicyStacks(0)
+    )
     np.testing.assert_array_equal(answer["action"], alone.action)
 
 

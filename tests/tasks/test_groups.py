@@ -45,8 +45,13 @@ async def consumed(platform: Platform, *, together: bool) -> list[list[str]]:
     return groups
 
 
-async def parameters(platform: Platform, tenant: str) -> dict[str, np.ndarray[Any, Any]]:
-    return dict((await (await platform.training()).export_params(tenant))["tensors"])
+async def closed(platform: Platform, tenant: str) -> dict[str, np.ndarray[Any, Any]]:
+    """The tenant's parameters; its slot is another test's now."""
+    training = await platform.training()
+    found = dict((await training.export_params(tenant))["tensors"])
+    await (await platform.scheduler()).close_policy(f"{tenant}.sft", "the test is over")
+    await training.close_slot(tenant)
+    return found
 
 
 def test_jobs_leased_together_give_what_each_gives_alone(platform: PlatformAddresses, home: Home) -> None:
@@ -58,7 +63,7 @@ def test_jobs_leased_together_give_what_each_gives_alone(platform: PlatformAddre
             # Other tests' RL workloads may still be open.
             groups = TrainingGroupSpec(max_jobs=3, beside_rl=True)
             connection.cluster = connection.cluster.model_copy(update={"training_groups": groups})
-            scheduler, training = await connection.scheduler(), await connection.training()
+            scheduler = await connection.scheduler()
             for seed, (tenant, kind) in enumerate(kinds.items()):
                 await produced(connection, tenant, kind, seed)
             found = await consumed(connection, together=True)
@@ -68,15 +73,13 @@ def test_jobs_leased_together_give_what_each_gives_alone(platform: PlatformAddre
                     assert job["state"] == "completed"
                     assert len(job["metadata"]["trained_with"]) == 2
                     assert job["partition_id"] not in PartitionStore(home.partitions).list()
+            together = {tenant: await closed(connection, tenant) for tenant in kinds}
             for seed, (tenant, kind) in enumerate(kinds.items()):
                 await produced(connection, f"{tenant}-alone", kind, seed)
             found = await consumed(connection, together=False)
             assert [len(group) for group in found] == [1] * len(kinds) * JOBS
-            for tenant in kinds:
-                ours, theirs = await parameters(connection, tenant), await parameters(connection, f"{tenant}-alone")
+            for tenant, ours in together.items():
+                theirs = await closed(connection, f"{tenant}-alone")
                 assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
-            for tenant in [*kinds, *(f"{tenant}-alone" for tenant in kinds)]:
-                await scheduler.close_policy(f"{tenant}.sft", "the test is over")
-                await training.close_slot(tenant)
 
     asyncio.run(main())

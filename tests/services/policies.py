@@ -32,6 +32,9 @@ SMALL: dict[str, dict[str, Any]] = {
     },
 }
 """Every kind of module, and of the kind `pi` both versions."""
+FLOWS: dict[str, dict[str, Any]] = {
+    name: {"kind": name, "value_width": 16, "value_blocks": 1} for name in ("flow_sde", "flow_noise")
+}
 
 
 def policy(
@@ -44,12 +47,13 @@ def policy(
     cameras: tuple[str, ...] = ("top",),
     base: BaseModelSpec = BASE,
     kind: str = "oft",
+    flow: dict[str, Any] | None = None,
 ) -> PolicyConfig:
-    """A tenant's interface."""
+    """A tenant's interface; `flow` declares how a module that denoises acts at random."""
     spec = base
     widths = {"horizon": horizon, "action_width": action_width, "state_width": state_width}
     module = MODULE_SPECS["pi" if kind == "pi05" else kind].model_validate(
-        {"proprioception": "head"} | SMALL[kind] | widths
+        {"proprioception": "head"} | SMALL[kind] | widths | ({} if flow is None else {"policy": flow})
     )
     shown = tuple(CameraSpec(name=n, height=spec.image_height, width=spec.image_width) for n in cameras)
     return PolicyConfig(

@@ -235,7 +235,10 @@ def test_several_workloads_are_admitted_all_or_none_with_the_faults_of_all(tmp_p
 def test_a_module_that_does_not_learn_by_rl_is_refused_there(tmp_path: Path) -> None:
     flow = {"kind": "gr00t", "horizon": 1, "action_width": 2, "state_width": 2, "proprioception": "head"}
     (fault,) = refused(workload(action_module=flow), tmp_path)
-    assert fault == ("action_module.kind: got 'gr00t'; possible: lora, oft with task 'rl'; choose one, or fine-tune it")
+    assert fault == (
+        "action_module.policy: got None; possible: flow_sde, flow_noise for 'gr00t' with task 'rl'; declare one, in the "
+        "supervised workload before it too"
+    )
 
 
 def test_an_experts_heads_are_held_against_the_bases(tmp_path: Path) -> None:

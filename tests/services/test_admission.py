@@ -236,8 +236,8 @@ def test_a_module_that_does_not_learn_by_rl_is_refused_there(tmp_path: Path) -> 
     flow = {"kind": "gr00t", "horizon": 1, "action_width": 2, "state_width": 2, "proprioception": "head"}
     (fault,) = refused(workload(action_module=flow), tmp_path)
     assert fault == (
-        "action_module.policy: got None; possible: flow_sde, flow_noise for 'gr00t' with task 'rl'; declare one, in the "
-        "supervised workload before it too"
+        "action_module.policy: got None; possible: flow_sde, flow_noise for 'gr00t' with task 'rl'; declare one, "
+        "in the supervised workload before it too"
     )
 
 

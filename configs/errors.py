@@ -51,6 +51,12 @@ class NoReply(ServiceUnavailable):
     """A service did not answer in time; it may be at work still, so a call that joins by its id may be repeated."""
 
 
+_LONGEST = 1000  # characters of what was given in a message
+
+
 def refusal(field: str, given: object, possible: str, remedy: str) -> str:
     """One line in the form every message has: the field, what was given, what is possible, what to do."""
-    return f"{field}: got {given!r}; possible: {possible}; {remedy}"
+    text = repr(given)
+    if len(text) > _LONGEST:  # of a hostile file or request, perhaps
+        text = f"{text[:_LONGEST]}… ({len(text)} characters)"
+    return f"{field}: got {text}; possible: {possible}; {remedy}"

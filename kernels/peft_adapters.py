@@ -22,6 +22,7 @@ LANGUAGE_MODEL = "language_model"
 _PREFIX = "base_model.model."
 # A causal model around the base puts "model." before its paths.
 _TENSOR = re.compile(rf"{re.escape(_PREFIX)}(?:model\.)?({LANGUAGE_MODEL}\.layers\.\d+\.\w+\.(\w+)\.lora_[AB]\.weight)")
+_MOST = 1e6  # of rank and alpha
 _READ = {"peft_type", "r", "lora_alpha", "bias", "init_lora_weights"}
 # Whatever these say, the adapter's outputs are the same: where it is from, and how it was trained or selected.
 # What was trained on is told by the tensors themselves.
@@ -125,9 +126,13 @@ def peft_settings(
             raise SpecError(
                 refusal(f"adapter_config.{field}", config[field], "off or empty", "train plain LoRA of one rank")
             )
-    for field in ("r", "lora_alpha"):
-        if not isinstance(config.get(field), int | float):
-            raise SpecError(refusal(f"adapter_config.{field}", config.get(field), "a number", "save it with PEFT"))
+    for field, kinds, possible in (("r", int, "a whole number"), ("lora_alpha", int | float, "a number")):
+        given = config.get(field)
+        # JSON of Python may hold NaN, infinity and numbers of any length; True is an int.
+        if isinstance(given, bool) or not isinstance(given, kinds) or not 0 < given <= _MOST:
+            raise SpecError(
+                refusal(f"adapter_config.{field}", given, f"{possible} up to {_MOST:g}", "save it with PEFT")
+            )
     targets = set()
     for name in sorted(tensors):
         found = _TENSOR.fullmatch(name)

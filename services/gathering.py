@@ -1,19 +1,21 @@
 """Jobs that were leased as a group find each other before they are trained; a thin asynchronous shell without torch.
 
 Each job comes by a call of its own, so that it has its own lease, reply and fault. The last one to come, or to be
-given up, starts the group; if one never comes (its caller died), the others start after a while without it. Who trains
-with whom changes nobody's numbers, so it may be left to time.
+given up, starts the group; if one never comes (its caller died), the others start after a while without it, and it
+starts alone if it comes after all. Who trains with whom changes nobody's numbers, so it may be left to time.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 M = TypeVar("M")  # what is trained
 R = TypeVar("R")  # what comes of it
+_REMEMBERED = 1024
 
 
 @dataclass(eq=False)
@@ -39,6 +41,7 @@ class Gathering(Generic[M, R]):
         self._start = start
         self._patience_s = patience_s
         self._groups: dict[tuple[str, ...], _Group[M, R]] = {}
+        self._begun: OrderedDict[tuple[str, ...], None] = OrderedDict()  # who comes late waits for nobody
 
     async def join(self, group: Sequence[str], job_id: str, member: M) -> R:
         """Wait for the others of `group` (job ids, this one among them), and for the result."""
@@ -58,8 +61,9 @@ class Gathering(Generic[M, R]):
     def _group(self, group: Sequence[str]) -> _Group[M, R]:
         key = tuple(group)
         if key not in self._groups:
-            self._groups[key] = _Group(set(key))
-            if len(key) > 1:
+            late = key in self._begun
+            self._groups[key] = _Group(set() if late else set(key))
+            if len(key) > 1 and not late:
                 timer = asyncio.get_running_loop().call_later(self._patience_s, self._begin, key)
                 self._groups[key].timer = timer
         return self._groups[key]
@@ -70,6 +74,9 @@ class Gathering(Generic[M, R]):
 
     def _begin(self, key: tuple[str, ...]) -> None:
         group = self._groups.pop(key)
+        self._begun[key] = None
+        while len(self._begun) > _REMEMBERED:
+            self._begun.popitem(last=False)
         if group.timer is not None:
             group.timer.cancel()
         if group.members:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from configs.errors import JoyNexusError
 from kernels.action_modules import ActionModule, stacking
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class PolicyStacks:
         self._lock = threading.Lock()  # forwards come from one thread, loads, closings and questions from another
         self._turn = 0
         self._stacks: OrderedDict[Company, tuple[ActionModule, int]] = OrderedDict()  # {…: (stack, turn of last use)}
+        self._too_large: set[str] = set()  # architectures of which the log has said so
         self._seen: OrderedDict[Company, int] = OrderedDict()  # {without a stack: turn when it last came up}
 
     @property
@@ -67,11 +69,24 @@ class PolicyStacks:
             if len(self._seen) > _REMEMBERED:
                 self._seen.popitem(last=False)
             modules = [policy.module for policy in policies]
-            if before is None or not self._make_room(stacking.stacked_bytes(modules), before):
+            if before is None:
+                return None
+            wanted = stacking.stacked_bytes(modules)
+            if not self._make_room(wanted, before):
+                if wanted > self._max_bytes and policies[0].architecture not in self._too_large:
+                    self._too_large.add(policies[0].architecture)
+                    logger.warning(
+                        "max_stack_bytes: got %d; possible: at least %d for %d policies of kind %r to decode together; "
+                        "raise it, or they decode one after another",
+                        self._max_bytes,
+                        wanted,
+                        len(policies),
+                        modules[0].spec.kind,
+                    )
                 return None
         try:
             made = stacking.stack(modules)  # takes a while: not under the lock, and only forwards make one
-        except RuntimeError:  # torch's, of a device without room for it
+        except (RuntimeError, JoyNexusError):  # torch's, of a device without room for it; what does not fit together
             logger.warning("no stack of %d policies", len(policies), exc_info=True)
             return None
         with self._lock:

@@ -127,13 +127,14 @@ class SchedulerState(JobTable):
                         "wait for its end or cancel it",
                     )
                 )
-            if former.spec == spec:
-                if former.holder != event.holder:  # nobody held it: now this flow run does
-                    former.holder, former.lease_s = event.holder, event.lease_s
+            # Of what may be trained together an older journal knows nothing; it changes no bound.
+            given, known = (s.model_dump(exclude={"base_model", "job_bytes"}) for s in (spec, former.spec))
+            if given == known:
+                if former.holder != event.holder or former.spec != spec:  # nobody held it: now this flow run does
+                    former.holder, former.lease_s, former.spec = event.holder, event.lease_s, spec
                     self._out.append(Write("policy", former.key, former.body()))
                 self._renew_policy(former)
                 return
-            given, known = spec.model_dump(), former.spec.model_dump()
             field = next(name for name in given if given[name] != known[name])
             raise Conflict(
                 refusal(f"policy {spec.policy_key}.{field}", given[field], f"{known[field]!r}", "close it first")

@@ -87,9 +87,11 @@ def _decoded(
     together = [each for own in tenants for each in own]
     try:
         return _in_one(module, tenants, feature)
-    except (JoyNexusError, RuntimeError) as error:  # torch's errors: a tenant's module must not take others along
+    except Exception as error:  # a boundary between tenants: one's module must not take others along
         if len(together) == 1:
             tenant = together[0].request.policy.config.tenant
+            if not isinstance(error, JoyNexusError | RuntimeError):  # not torch's: a fault of ours, perhaps
+                logger.exception("action module of tenant %s", tenant)
             fault = TenantFault(f"action module of tenant {tenant!r} failed: {error}")
             return {together[0]: error if isinstance(error, JoyNexusError) else fault}
         names = ", ".join(sorted({each.request.policy.config.tenant for each in together}))

@@ -29,7 +29,9 @@ from services.interface import Interface
 from services.rollout import FEATURE, rows_of
 
 ENCODE_ROWS = 32
-"""Rows of one base forward in training at most; it bounds the forward's memory, whatever a job or microbatch holds."""
+"""Rows of one base forward in training at most; it bounds the forward's memory, whatever a job or microbatch holds.
+
+Where gradients run through the base, those of a whole microbatch are kept: the tenant's own choice."""
 
 
 _Place = tuple[int, int]  # an ask, and one of its batches

@@ -26,7 +26,7 @@ from services.busy import BusyLog
 from services.feature_store import FeatureStore
 from services.gathering import Resolve
 from services.policy_slot import PolicySlot
-from services.training_features import answered
+from services.training_features import ENCODE_ROWS, answered
 
 Trained = tuple[PolicySlot, dict[str, Any]]
 """A copy of the slot after the job, and {"version", "optimizer_steps", "metrics", "seconds", "checkpoint"}."""
@@ -79,6 +79,12 @@ class _Running:
         self.kept = None if store is None else self.slot.kept(store, member.backend)
         self.feature: VLAFeature | None = None
         self.loss: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of the present step."""
+        rows = self.update.rows
+        return rows.stop - rows.start if isinstance(rows, slice) else 0 if rows is None else len(rows)
 
     @property
     def inside_base(self) -> bool:
@@ -150,16 +156,9 @@ def train_together(backbone: Backbone, members: Sequence[Member], store: Feature
         with _own_fault(member, ended), member.spending():
             running.append(_Running(member, store))
     while running:
-        _find_features(backbone, running, ended)
-        for one in running:
-            if one.feature is not None:
-                with _own_fault(one.member, ended), one.member.spending():
-                    one.loss = one.update.loss(one.feature)
-        learning = [one for one in running if one.loss is not None]
-        _backward(learning)
+        learned = [one for bundle in _bundles(running) for one in _losses_and_gradients(backbone, bundle, ended)]
         running = []
-        for one in learning:
-            one.feature = one.loss = None
+        for one in learned:
             with _own_fault(one.member, ended):
                 with one.member.spending():
                     one.update.finish()
@@ -167,6 +166,35 @@ def train_together(backbone: Backbone, members: Sequence[Member], store: Feature
                     running.append(one)
                 else:
                     ended(one.member, one.result())
+
+
+def _bundles(running: Sequence[_Running]) -> list[list[_Running]]:
+    """Who goes through the base at one time: all whose features are frozen; of the others, whose graphs through the
+    base stay in memory until their backward pass, as many as `ENCODE_ROWS` rows allow, at least one."""
+    frozen = [one for one in running if not one.inside_base]
+    bundles, filled = [frozen] if frozen else [], ENCODE_ROWS
+    for one in running:
+        if one.inside_base:
+            if filled + one.rows > ENCODE_ROWS:
+                bundles.append([])
+                filled = 0
+            bundles[-1].append(one)
+            filled += one.rows
+    return bundles
+
+
+def _losses_and_gradients(backbone: Backbone, bundle: Sequence[_Running], ended: Ended) -> list[_Running]:
+    """Those of the bundle whose gradients are there; the others' fault has ended them."""
+    _find_features(backbone, bundle, ended)
+    for one in bundle:
+        if one.feature is not None:
+            with _own_fault(one.member, ended), one.member.spending():
+                one.loss = one.update.loss(one.feature)
+    learned = [one for one in bundle if one.loss is not None]
+    _backward(learned)
+    for one in bundle:
+        one.feature = one.loss = None
+    return learned
 
 
 @contextmanager

@@ -223,7 +223,7 @@ class TrainingModelService:
         """One optimizer step on a slot with fields in memory (those of a partition), for custom algorithms.
 
         Raises:
-            TenantFault: if the numbers are not finite or the batch is larger than a microbatch.
+            TenantFault: if the numbers are not finite.
         """
         backend = self._config(policy_key)
         async with self._lock(tenant_id):

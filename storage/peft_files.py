@@ -12,6 +12,8 @@ PEFT reads these two and nothing else, so other files may lie beside them. Weigh
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from storage.atomic import new_folder, write_synced
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+MOST_CONFIG, MOST_TENSORS = 1 << 20, 4 << 30
+"""Bytes that are read at most; the largest adapters of a base of several billion parameters have one or two GiB."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
 
@@ -47,11 +51,17 @@ def write_adapter(
 
     Raises:
         Conflict: the folder exists.
+        DataFault: it cannot be written there.
     """
     files = {CONFIG: encode_object(config), TENSORS: encode_tensors(tensors), **(beside or {})}
-    with new_folder(folder, "adapter") as building:
-        for name, content in files.items():
-            write_synced(building / name, content)
+    try:
+        with new_folder(folder, "adapter") as building:
+            for name, content in files.items():
+                write_synced(building / name, content)
+    except OSError as error:
+        raise DataFault(
+            refusal(str(folder), str(error), "a new folder in one that can be written", "choose another place")
+        ) from error
 
 
 def encode_tensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:
@@ -68,22 +78,34 @@ def read_adapter(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]
     """Tensors, float32 whatever floating-point type they are stored in, and the configuration.
 
     Raises:
-        DataFault: a file is missing or cannot be read.
+        DataFault: a file is missing, no regular file, too large, or cannot be read.
     """
+    content = {name: _read(folder / name, most) for name, most in ((CONFIG, MOST_CONFIG), (TENSORS, MOST_TENSORS))}
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
-        stored = deserialize((folder / TENSORS).read_bytes())
-    except OSError as error:
-        raise DataFault(
-            refusal(str(folder), str(error), f"{CONFIG} and {TENSORS}", "save the adapter with PEFT's safetensors")
-        ) from error
-    except (ValueError, SafetensorError) as error:
+        config = json.loads(content[CONFIG])
+        stored = deserialize(content[TENSORS])
+    except (ValueError, RecursionError, SafetensorError) as error:
         raise DataFault(
             refusal(str(folder), str(error), f"{CONFIG} and {TENSORS}", "save the adapter again")
         ) from error
     if not isinstance(config, dict):
         raise DataFault(refusal(f"{folder}/{CONFIG}", type(config).__name__, "an object", "save the adapter again"))
     return {name: _float32(folder, name, tensor) for name, tensor in stored}, config
+
+
+def _read(path: Path, most: int) -> bytes:
+    """The whole file. Not waiting: a pipe under that name would hold its reader up for ever."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > most:
+                given = f"{found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "no regular file"
+                raise DataFault(refusal(str(path), given, f"a file of at most {most} bytes", "save the adapter again"))
+            return file.read(most)
+    except OSError as error:
+        raise DataFault(
+            refusal(str(path), str(error), f"{CONFIG} and {TENSORS}", "save the adapter with PEFT's safetensors")
+        ) from error
 
 
 def _float32(folder: Path, name: str, tensor: Mapping[str, Any]) -> NDArray[np.float32]:
@@ -95,4 +117,9 @@ def _float32(folder: Path, name: str, tensor: Mapping[str, Any]) -> NDArray[np.f
     else:
         possible = f"BF16, {', '.join(sorted(_DTYPES))}"
         raise DataFault(refusal(f"{folder}/{TENSORS}.{name}", dtype, possible, "save the adapter in one of these"))
-    return flat.reshape(tensor["shape"])
+    try:
+        return flat.reshape(tensor["shape"])
+    except ValueError as error:  # no elements along one dimension, too many along another
+        raise DataFault(
+            refusal(f"{folder}/{TENSORS}.{name}", tensor["shape"], f"{len(flat)} numbers", "save the adapter again")
+        ) from error

@@ -61,7 +61,8 @@ def test_a_member_that_never_comes_is_waited_for_so_long() -> None:
     async def main() -> None:
         trainer = Trainer(patience_s=0.01)
         assert await asyncio.wait_for(trainer.join("j1"), 10) == 1
-        assert await asyncio.wait_for(trainer.join("j2"), 10) == 1  # too late for its group: a new wait, then alone
+        trainer.gathering._patience_s = NEVER_S
+        assert await asyncio.wait_for(trainer.join("j2"), 10) == 1  # too late for its group: it waits for nobody
         assert trainer.started == [["j1"], ["j2"]]
 
     asyncio.run(main())

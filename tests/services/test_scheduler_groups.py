@@ -123,3 +123,13 @@ def test_only_the_holder_of_all_of_them_gets_company() -> None:
     found.wait(60.0)
     with pytest.raises(LeaseLost, match="ready, held by None"):
         found.lease_beside(first)
+
+
+def test_a_policy_of_an_older_journal_is_renewed_with_its_base() -> None:
+    """Journalled without a base and leased by the same run: it goes on, and its jobs may be grouped from then on."""
+    found = Bench()
+    found.register("a", "sft", holder="run", lease_s=60.0)
+    found.restart()
+    found.register("a", "sft", holder="run", lease_s=60.0, base_model="tiny", job_bytes=40)
+    found.restart()
+    assert found.state.policies["a.sft"].spec.base_model == "tiny"

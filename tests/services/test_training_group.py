@@ -11,7 +11,7 @@ import torch
 from configs.errors import TenantFault
 from configs.home import PROJECT_ROOT
 from configs.workload import ResourcesSpec
-from kernels import backbones
+from kernels import action_modules, backbones
 from kernels.backbones import Backbone
 from services.busy import BusyLog
 from services.feature_store import FeatureStore
@@ -108,6 +108,44 @@ def test_the_members_rows_share_forwards_up_to_their_bound(backbone: Backbone, m
     counting.rows.clear()
     together(backbone, [member(f"t{i}", "oft", seed=i, **one_prompt) for i in range(9)])
     assert counting.rows == [ENCODE_ROWS, 4] * 2
+
+
+def test_graphs_through_the_base_are_bounded(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine adapters' 36 rows: 32 forwards' graphs at most wait for their backward pass, the last 4 follow after it."""
+    told: list[str] = []
+    counting = Counting(backbone)
+    monkeypatch.setattr(backbone, "_forward", lambda *a, **k: (told.append("forward"), counting(*a, **k))[1])
+    backward = torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: (told.append("backward"), backward(*a, **k))[1])
+    members = [member(f"t{i}", "lora", seed=i, count=4, instructions=[PROMPTS[0]] * 4) for i in range(9)]
+    found = together(backbone, members)
+    assert counting.rows == [ENCODE_ROWS, 4]
+    assert told == ["forward", "backward"] * 2
+    monkeypatch.undo()
+    for one in members:
+        assert_as_alone(backbone, one, found[one.tenant])
+
+
+def test_an_error_after_some_have_ended_leaves_what_they_gave(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short job ends; then another's module raises an error of its own kind; the third is trained alone, whole."""
+    short, broken, long = member("short", "oft", count=4), member("broken", "oft", count=8), member("long", "pi")
+    steps: list[int] = []
+    loss = action_modules.OftModule.imitation_loss
+
+    def second_time_bad(self: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        if len(arguments[2]) == 4 and self.spec == broken.slot.module.spec and len(steps) >= 2:
+            raise ArithmeticError("of a kind that nobody foresaw")
+        steps.append(1)
+        return loss(self, *arguments, **options)
+
+    monkeypatch.setattr(action_modules.OftModule, "imitation_loss", second_time_bad)
+    found = together(backbone, [short, broken, long])
+    monkeypatch.undo()
+    assert isinstance(found["broken"], ArithmeticError)
+    for one in (short, long):
+        assert_as_alone(backbone, one, found[one.tenant])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +67,41 @@ def test_what_cannot_be_read_says_what_is_wanted(tmp_path: Path) -> None:
     (tmp_path / "torn" / "adapter_config.json").write_text("[]")
     with pytest.raises(DataFault, match=r"adapter_config.json: got 'list'; possible: an object; "):
         read_adapter(tmp_path / "torn")
+
+
+def test_hostile_files_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nesting without end, numbers that are not there, a pipe that nobody writes to, a file that never ends."""
+    folder = tmp_path / "adapter"
+    write_adapter(folder, {"a": np.zeros((2, 3), np.float32)}, {"r": 1})
+    config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    good = {path: path.read_bytes() for path in (config, tensors)}
+
+    def refused(path: Path, content: bytes | None, match: str) -> None:
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        else:
+            os.mkfifo(path)
+        with pytest.raises(DataFault, match=match):
+            read_adapter(folder)
+        path.unlink()
+        path.write_bytes(good[path])
+
+    refused(config, b"[" * 200_000, "adapter_config.json and adapter_model.safetensors; save the adapter again")
+    refused(config, None, "adapter_config.json: got 'no regular file'; possible: a file of at most 1048576 bytes")
+    refused(tensors, None, "adapter_model.safetensors: got 'no regular file'")
+    header = b'{"a":{"dtype":"F32","shape":[0,4611686018427387904],"data_offsets":[0,0]}}'
+    refused(tensors, len(header).to_bytes(8, "little") + header, "adapter")
+    tensors.unlink()
+    tensors.symlink_to("/dev/zero")
+    with pytest.raises(DataFault, match=r"adapter_model\.safetensors: got 'no regular file'"):
+        read_adapter(folder)
+    monkeypatch.setattr("storage.peft_files.MOST_CONFIG", 4)
+    with pytest.raises(DataFault, match=r"adapter_config.json: got '\d+ bytes'; possible: a file of at most 4 bytes"):
+        read_adapter(folder)
+
+
+def test_a_place_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DataFault, match="possible: a new folder in one that can be written"):
+        write_adapter(tmp_path / "file" / "adapter", {"a": np.zeros(1, np.float32)}, {})

@@ -62,7 +62,7 @@ class LimitsSpec(Spec):
         default=2,
         gt=0,
         le=64,
-        description="Jobs reserved and not terminal (prefetch depth); RL with a delay: 1 + delay.",
+        description="Jobs reserved and not terminal (prefetch depth); 1 + delay if one is declared.",
     )
     max_active_rollouts: int = Field(default=1, gt=0, le=16, description="Rollouts of this tenant at one time.")
 

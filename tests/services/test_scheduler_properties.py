@@ -472,13 +472,21 @@ class SchedulerHistory(RuleBasedStateMachine):
                 self.do(
                     Mark(self.now, job.job_id, READY if job.task_type == "sft" else "needs_actor_forward", None, None)
                 )
+        while self.one_round():
+            pass
+        assert all(job.state in TERMINAL for job in self.state.jobs.values())
+
+    def one_round(self) -> bool:
+        """All stages, then training; whether a job was trained: those behind it in order may come now."""
         for state, held in STAGES.items():
             after = "needs_advantages" if state == "needs_actor_forward" else READY
             while (job := self.do(Lease(self.now, state, held, "actor", ("vla",), "h", 1.0, None))["job"]) is not None:
                 self.do(Mark(self.now, job["job_id"], after, job["lease_token"], None))
+        trained = False
         while (job := self.do(Lease(self.now, READY, LEASED, "actor", ("vla",), "h", 1.0, None))["job"]) is not None:
             self.do(Complete(self.now, job["job_id"], job["lease_token"], {}))
-        assert all(job.state in TERMINAL for job in self.state.jobs.values())
+            trained = True
+        return trained
 
 
 TestSchedulerHistory = SchedulerHistory.TestCase

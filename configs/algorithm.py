@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +14,8 @@ from configs.spec import ChoiceInForms, Spec
 MAX_ROLLOUTS = 2_000
 """Completion target of RL at most. As many jobs again may be lost before a workload is given up, and all of their
 rollouts have environment seeds of their own (`seeds.ROLLOUTS_PER_SEED`)."""
+MAX_DELAY = 16
+"""Jobs that rollouts may run ahead of training by declaration: so many versions are kept for a tenant at most."""
 
 
 class AdamSpec(Spec):
@@ -74,13 +77,41 @@ class RolloutSpec(Spec):
     max_policy_staleness: int = Field(
         default=128, ge=0, description="Jobs whose policy is older than this many microbatch updates are dropped."
     )
-    lockstep: bool = Field(default=False, description="Collect only after the previous job ended: bit-reproducible.")
+    delay: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_DELAY,
+        description="d: rollout k acts with the version that job k − 1 − d made, which is bit-reproducible; null: with "
+        "the one that is current when it begins.",
+    )
+    lockstep: bool = Field(default=False, description="Another spelling of delay 0.")
     seed: int = Field(
         default=0,
         ge=0,
         le=seeds.ALGORITHM_SEEDS[-1],
         description="Seeds initial weights, action noise, sample order and environments.",
     )
+
+    @property
+    def rollout_delay(self) -> int | None:
+        """Jobs that rollouts run ahead of training by declaration; None: as many as the bounds admit."""
+        return 0 if self.lockstep else self.delay
+
+    @property
+    def updates_per_job(self) -> int:
+        """Optimizer steps of one job at most."""
+        return math.ceil(self.num_envs * self.rollout_steps / self.microbatch_size)
+
+    @model_validator(mode="after")
+    def _delayed_jobs_are_not_stale(self) -> Self:
+        if self.lockstep and self.delay not in (None, 0):
+            raise ValueError(refusal("delay", self.delay, "0 or null with lockstep", "leave lockstep out"))
+        bound, updates = self.max_policy_staleness, self.updates_per_job
+        if (self.rollout_delay or 0) * updates > bound:
+            possible = f"up to {bound // updates} with max_policy_staleness {bound} and {updates} updates a job"
+            remedy = "every job would be dropped: lower it or raise max_policy_staleness"
+            raise ValueError(refusal("delay", self.delay, possible, remedy))
+        return self
 
 
 class ClippedSpec(RolloutSpec):
@@ -93,6 +124,11 @@ class ClippedSpec(RolloutSpec):
         default=None, gt=1, description="Floor of the objective, in advantages, where they are negative; null: none."
     )
     actor_forward: bool = Field(default=False, description="Recompute log-probabilities and values by the actor first.")
+
+    @property
+    def updates_per_job(self) -> int:
+        """Optimizer steps of one job at most."""
+        return self.epochs * super().updates_per_job
 
 
 class GaeSpec(Spec):

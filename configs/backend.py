@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from configs.algorithm import AlgorithmSpec, PpoSpec
+from configs.algorithm import AlgorithmSpec, PpoSpec, RolloutSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.model import ActionModuleSpec, BaseModelSpec, TrainableSpec
 from configs.spec import Spec
@@ -57,17 +57,23 @@ class BackendConfig(Spec):
         small = module.reads == {"action_tokens"} and not module.inside_base
         return isinstance(self.algorithm, PpoSpec) and small and self.resources.reuse_features != "never"
 
+    @property
+    def rollout_delay(self) -> int | None:
+        """See `RolloutSpec.rollout_delay`; None where nothing is rolled out."""
+        return self.algorithm.rollout_delay if isinstance(self.algorithm, RolloutSpec) else None
+
     def scheduler_policy(self) -> dict[str, object]:
         """The bounds that the Training Scheduler keeps for this policy."""
-        lockstep = isinstance(self.algorithm, PpoSpec) and self.algorithm.lockstep
+        delay = self.rollout_delay
         return {
             "policy_key": self.policy_key,
             "tenant_id": self.policy.tenant,
             "task_type": self.task,
             "domain": self.domain,
             "priority": self.limits.priority,
-            # Lock-step: the next rollout is admitted when the job before has ended, under the version it made.
-            "max_in_flight": 1 if self.task == "rl" and lockstep else self.limits.max_in_flight_jobs,
+            # A declared delay is the bound itself: the rollout, and the jobs that it is ahead of.
+            "max_in_flight": self.limits.max_in_flight_jobs if delay is None else delay + 1,
+            "in_order": delay is not None,
             "completion_target": self.algorithm.jobs,
             "max_active_rollouts": self.limits.max_active_rollouts if self.task == "rl" else None,
             "base_model": self.policy.base_model.name,

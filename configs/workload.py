@@ -59,7 +59,10 @@ class LimitsSpec(Spec):
 
     priority: int = Field(default=0, ge=-100, le=100, description="Higher is leased first; RL precedes SFT at a tie.")
     max_in_flight_jobs: int = Field(
-        default=2, gt=0, le=64, description="Jobs reserved and not terminal (prefetch depth)."
+        default=2,
+        gt=0,
+        le=64,
+        description="Jobs reserved and not terminal (prefetch depth); 1 + delay if one is declared.",
     )
     max_active_rollouts: int = Field(default=1, gt=0, le=16, description="Rollouts of this tenant at one time.")
 

@@ -12,7 +12,7 @@ from configs.errors import AdmissionRefused, EnvironmentFault, SpecError, refusa
 from configs.workload import WorkloadSpec
 from flows.workload import run_workload
 from tasks.connection import Platform
-from tasks.jobs import rollout
+from tasks.jobs import DelayedVersions, rollout
 from tasks.tenants import OpenedTenant
 
 _WAIT_S = 30.0
@@ -31,7 +31,7 @@ async def rl(workload: WorkloadSpec) -> dict[str, Any]:
 async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id: str) -> None:
     """Reserve, roll out, mark; the next rollout does not wait for training.
 
-    In lock-step mode it does: the policy's in-flight bound is one job then.
+    With a declared delay it waits for the one job whose version it is to act with.
 
     Raises:
         EnvironmentFault: after three rollouts in a row failed by their environment.
@@ -40,12 +40,16 @@ async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id
     backend, algorithm = tenant.backend, tenant.backend.algorithm
     assert isinstance(algorithm, PpoSpec)
     scheduler, inference = await platform.scheduler(), await platform.inference()
+    version = await inference.current_version(tenant.name)
+    delayed = None if backend.rollout_delay is None else DelayedVersions(backend.rollout_delay, version)
     number = faults = 0
     while True:
-        # Before the version is read: at the bound of one job the one before has published its version by then.
+        if delayed is not None:  # before admission: a turn that is not used at once is lost
+            version = await delayed.next(platform)
         if not await scheduler.wait_admission(backend.policy_key, timeout_s=_WAIT_S):
             continue
-        version = await inference.current_version(tenant.name)
+        if delayed is None:  # after it, so that the version is as new as can be
+            version = await inference.current_version(tenant.name)
         reply = await scheduler.reserve(
             request_id=f"{flow_run_id}-{number}",
             policy_key=backend.policy_key,
@@ -66,6 +70,8 @@ async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id
                 return
             continue
         number += 1
+        if delayed is not None:
+            delayed.reserved(reply["job"]["job_id"])
         try:
             await rollout(platform, tenant, reply["job"])
             faults = 0

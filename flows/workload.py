@@ -83,6 +83,7 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
         "task": tenant.backend.task,
         "environment": (tenant.backend.environment or tenant.backend.evaluation_environment or _Nothing).name,
         "jobs": {state: counts.get(state, 0) for state in ("completed", "failed", "dropped")},
+        "stale_jobs": counts["stale"],
         "policy_version": version,
         "success_before": before and before["success_rate"],
         "success_after": after and after["success_rate"],

@@ -20,6 +20,7 @@ from configs.platform import addresses, read_state
 from configs.requests import PretrainRequest
 from joynexus import processes
 from services import lookup
+from services.scheduler_records import POLICY_STALE
 
 _TERMINAL = ("completed", "failed", "dropped")
 
@@ -116,6 +117,9 @@ def _print_waiting(out: Console, snapshot: dict[str, Any]) -> None:
     totals = ", ".join(f"{count} {state}" for state, count in snapshot["totals"].items() if count)
     out.print(f"jobs: {totals or 'none yet'}", highlight=False)
     for key, policy in snapshot["policies"].items():
+        if policy["stale"]:
+            line = f"  {key}: {policy['stale']} of {policy['dropped']} dropped jobs were stale"
+            out.print(line, highlight=False, soft_wrap=True)
         if not policy["idle"] and policy["closed"] is None:
             for why in filter(None, (policy["admission"], policy["training"])):
                 out.print(f"  {key}: {why}", highlight=False, soft_wrap=True)
@@ -145,6 +149,8 @@ def print_jobs(home: Home, tenant: str | None, story: str | None, limit: int) ->
         for job in chosen
     ]
     console().print(table("training jobs", columns, rows))
+    stale = sum(job["state"] == "dropped" and job["reason"].startswith(POLICY_STALE) for job in chosen)
+    console().print(f"dropped as stale: {stale} of these {len(chosen)}", highlight=False)
     return 0
 
 
@@ -163,13 +169,14 @@ def print_tenants(home: Home) -> int:
             versions.get(policy["tenant_id"]),
             policy["priority"],
             *(policy["counts"][state] for state in _TERMINAL),
+            policy["stale"],
             policy["open"],
             policy["completion_target"],
             _condition(policy),
         )
         for policy in snapshot["policies"].values()
     ]
-    columns = ("tenant", "task", "policy version", "priority", *_TERMINAL, "open", "target", "now")
+    columns = ("tenant", "task", "policy version", "priority", *_TERMINAL, "stale", "open", "target", "now")
     console().print(table("tenants", columns, rows))
     return 0
 

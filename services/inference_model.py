@@ -109,9 +109,17 @@ class InferenceModelService:
     # serving states
 
     async def open_policy(
-        self, config: dict[str, Any], *, fresh: bool, version: int = 0, tensors: dict[str, np.ndarray] | None = None
+        self,
+        config: dict[str, Any],
+        *,
+        fresh: bool,
+        version: int = 0,
+        tensors: dict[str, np.ndarray] | None = None,
+        delay: int = 0,
     ) -> dict[str, Any]:
         """Create a tenant's serving state (seeded initial weights unless `tensors` are given), or join the one it has.
+
+        `delay` versions before the current one stay served, two at least.
 
         Raises:
             Conflict: if it has another schema signature and `fresh` is not asked for.
@@ -130,13 +138,14 @@ class InferenceModelService:
                         "action_module", tenant, "the interface its slot has", "start fresh or use another tenant name"
                     )
                 )
+            present.allow(delay)
             return {"version": present.current.version}
         if present is None and len(self._tenants) >= self._max_slots:
             raise AdmissionRefused(
                 refusal("tenant.name", tenant, f"{self._max_slots} slots, all taken", "close a tenant that is done")
             )
         policy = await self._run(self._prepare, ServingPolicy, policy_config, version, tensors)
-        self._tenants[tenant] = ServingPolicies(policy, self._max_pinned)
+        self._tenants[tenant] = ServingPolicies(policy, self._max_pinned, delay)
         self._stacks.forget_unserved()
         return {"version": version}
 

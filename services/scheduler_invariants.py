@@ -35,8 +35,10 @@ def _indices(table: JobTable) -> None:
     for tenant_id, counts in table.tenant_counts.items():
         found = Counter(job.state for job in jobs if job.tenant_id == tenant_id)
         assert counts == {state: found[state] for state in STATES}, tenant_id
-    assert table.stages.waiting() == {job.job_id: job.state for job in jobs if job.state in STAGES}
-    assert table.ready.waiting() == {job.job_id for job in jobs if job.state == READY}
+    assert table.stages.waiting() == {
+        job.job_id: job.state for job in jobs if job.state in STAGES and not table.held_back(job)
+    }
+    assert table.ready.waiting() == {job.job_id for job in jobs if job.state == READY and not table.held_back(job)}
     assert table.requests == {job.request_id: job.job_id for job in jobs if job.request_id is not None}
     assert table.lease_requests == {
         job.lease_request_id: job.job_id for job in jobs if job.lease_request_id is not None
@@ -74,6 +76,7 @@ def _order(table: JobTable) -> None:
 def first_by_brute_force(table: JobTable, lane: tuple[str, str]) -> str | None:
     """The ready job to train next, found by looking at all of them."""
     ready = [job for job in table.jobs.values() if job.state == READY and (job.consumer_role, job.domain) == lane]
+    ready = [job for job in ready if not table.held_back(job)]
     free = [job for job in ready if table.ready.turns.get(job.tenant_id, job.job_id) == job.job_id]
     return min(free, key=lambda job: job.training_key).job_id if free else None
 
@@ -88,6 +91,8 @@ def _policies(table: JobTable) -> None:
         now = [job for job in mine if job.policy_generation == policy.generation]
         found = Counter(job.state for job in now) + Counter(policy.pruned)
         assert policy.counts == {state: found[state] for state in STATES}, key
+        assert policy.stale == policy.pruned_stale + sum(job.stale for job in now), key
+        assert policy.stale <= policy.counts["dropped"], key
         unfinished = [job.job_id for job in mine if job.state not in TERMINAL]
         assert list(policy.open) == unfinished, key
         assert len(unfinished) <= policy.spec.max_in_flight, key

@@ -18,6 +18,7 @@ from services.scheduler_queues import StageQueue, TrainingQueue
 from services.scheduler_records import (
     DROPPED,
     HELD,
+    HELD_BACK,
     LEASED,
     READY,
     RESERVED,
@@ -96,7 +97,9 @@ class JobTable:
                 holder=body.get("holder"),  # journals from before policies had leases lack both
                 lease_s=body.get("lease_s"),
                 pruned=dict(body["pruned"]),
+                pruned_stale=body.get("pruned_stale", 0),
             )
+            policy.stale = policy.pruned_stale
             for state, pruned in policy.pruned.items():
                 policy.counts[state] += pruned
             self._set_policy(policy)
@@ -104,6 +107,8 @@ class JobTable:
         for body in jobs:
             job = Job(**body)
             self._add(job)
+            if self.held_back(job):  # those before it are known by now
+                continue
             if job.state in STAGES:
                 self.stages.push(job)
             elif job.state == READY:
@@ -122,6 +127,11 @@ class JobTable:
     def may_lease(self, consumer_role: str, domains: Iterable[str]) -> bool:
         """Whether a `Lease` of a ready job would find one."""
         return any(self.ready.first((consumer_role, domain)) is not None for domain in domains)
+
+    def held_back(self, job: Job) -> bool:
+        """Whether it waits for the end of a job that its policy reserved before."""
+        policy = self.policies[job.policy_key]
+        return policy.spec.in_order and job.state in HELD_BACK and next(iter(policy.open)) != job.job_id
 
     def policy(self, policy_key: str) -> Policy:
         """The policy of that key.
@@ -301,21 +311,31 @@ class JobTable:
         self.counts[finish] += 1
         self.tenant_counts[job.tenant_id][finish] += 1
         policy.counts[finish] += 1
-        if finish in STAGES:
-            self.stages.push(job)
-            self._out.append(Wake(finish))
-        elif finish == READY:
-            if job.ready_seq is None:
-                job.ready_seq = self._next("ready_seq")
-            if self.ready.push(job):
-                self._out.append(Wake(READY))
+        if finish == READY and job.ready_seq is None:
+            job.ready_seq = self._next("ready_seq")
+        if finish in (*STAGES, READY):
+            if not self.held_back(job):
+                self._queue(job)
         elif finish in TERMINAL:
             job.ended_at = self.now
             self._ended.append(job.job_id)
+            policy.stale += job.stale
+            was_first = next(iter(policy.open)) == job.job_id
             del policy.open[job.job_id]
             if self.ready.end_turn(job):
                 self._out.append(Wake(READY))
+            following = self.jobs[next(iter(policy.open))] if policy.open else None
+            if was_first and following is not None and policy.spec.in_order and following.state in HELD_BACK:
+                self._queue(following)
             self._out += [Wake("admission"), Wake(f"policy:{policy.key}")]
+
+    def _queue(self, job: Job) -> None:
+        """It waits for a worker, and who looks for such jobs is woken."""
+        if job.state in STAGES:
+            self.stages.push(job)
+            self._out.append(Wake(job.state))
+        elif self.ready.push(job):
+            self._out.append(Wake(READY))
 
     def _note(self, job: Job, start: str | None, holder: str | None, metadata: dict[str, Any] | None) -> None:
         """Have the job and its change written down."""
@@ -345,6 +365,7 @@ class JobTable:
         self.tenant_counts.setdefault(job.tenant_id, dict.fromkeys(STATES, 0))[job.state] += 1
         if job.policy_generation == policy.generation:
             policy.counts[job.state] += 1
+            policy.stale += job.stale
             policy.last_admitted_seq = max(policy.last_admitted_seq, job.created_seq)
             if job.state not in TERMINAL:
                 policy.open[job.job_id] = None

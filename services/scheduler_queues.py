@@ -36,6 +36,10 @@ class StageQueue:
             heapq.heappop(heap)
         return heap[0][1] if heap else None
 
+    def any_in(self, state: str) -> bool:
+        """Whether a job waits in `state`."""
+        return any(self.first(*where) is not None for where in self._heaps if where[0] == state)
+
     def waiting(self) -> dict[str, str]:
         """{job_id: state} of all that wait."""
         return {job_id: state for job_id, (state, _) in self._waiting.items()}

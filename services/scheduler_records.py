@@ -6,6 +6,7 @@ of Appendix A. Plain data without clock and I/O; who may change it is `services.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,7 +37,9 @@ STATES: tuple[str, ...] = (
     FAILED,
     DROPPED,
 )
+POLICY_STALE = "policy_stale"  # how the reason begins with which a job older than its bound was dropped
 TERMINAL: tuple[str, ...] = (COMPLETED, FAILED, DROPPED)  # absorb: no row of TRANSITIONS starts here
+HELD_BACK: tuple[str, ...] = (NEEDS_ACTOR_FORWARD, READY)  # what follows reads or moves the actor
 STAGES: dict[str, str] = {  # {state in which a job waits: state in which a stage worker holds it}
     NEEDS_ACTOR_FORWARD: COMPUTING_ACTOR_FORWARD,
     NEEDS_ADVANTAGES: COMPUTING_ADVANTAGES,
@@ -91,11 +94,14 @@ class PolicySpec(Spec):
         default=None, description="SFT jobs of one base model may be trained together; None: its jobs never are."
     )
     job_bytes: int = Field(default=0, ge=0, description="Bytes of a job's samples, about.")
+    in_order: bool = Field(
+        default=False, description="A job meets the actor only when all those reserved before it have ended."
+    )
 
 
 @dataclass
 class Policy:
-    """One registered policy. `counts` and `open` are derived from its jobs, the rest is journalled."""
+    """One registered policy. `counts`, `stale` and `open` are derived from its jobs, the rest is journalled."""
 
     spec: PolicySpec
     generation: int  # counts registrations after a close, so that old jobs do not count for a new workload
@@ -104,7 +110,9 @@ class Policy:
     lease_s: float | None = None  # without a sign of its holder for so long it is closed; None: it stays open
     lease_expires_at: float | None = None  # derived: after a restart the lease has its whole length again
     pruned: dict[str, int] = field(default_factory=dict)  # {terminal state: jobs of this generation forgotten by age}
+    pruned_stale: int = 0  # of those pruned: dropped as stale
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))  # this generation, with pruned
+    stale: int = 0  # how many of the dropped ones in `counts` were stale
     open: dict[str, None] = field(default_factory=dict)  # all and only its non-terminal jobs, in order of creation
     last_admitted_seq: int = 0  # created_seq of its newest job: round-robin takes the least recently admitted first
 
@@ -122,6 +130,7 @@ class Policy:
             "holder": self.holder,
             "lease_s": self.lease_s,
             "pruned": self.pruned,
+            "pruned_stale": self.pruned_stale,
         }
 
 
@@ -173,6 +182,11 @@ class Job:
         return vars(self).copy()
 
     @property
+    def stale(self) -> bool:
+        """Whether it was dropped for its age."""
+        return self.state == DROPPED and (self.reason or "").startswith(POLICY_STALE)
+
+    @property
     def training_key(self) -> tuple[int, int, int]:
         """Order of training: priority, RL before SFT, then FIFO by `ready_seq`."""
         assert self.ready_seq is not None
@@ -182,6 +196,21 @@ class Job:
     def stage_key(self) -> tuple[int, int]:
         """Order of the stages before: priority, then FIFO by `created_seq`."""
         return (-self.priority, self.created_seq)
+
+
+def delayed_version(rollout: int, delay: int, made: Sequence[int | None], initial: int) -> int:
+    """The version that a rollout acts with where a delay is declared: the one that job rollout − 1 − delay made.
+
+    A job that failed or was dropped made none, nor did one whose update made no step: the version before it stands.
+
+    Args:
+        rollout: its number k, from 0; of its job too.
+        delay: d, 0 or more.
+        made: versions of jobs 0 … k − 1 − d at least, in order; None of a job that failed or was dropped.
+        initial: the version before job 0.
+    """
+    decided = made[: max(rollout - delay, 0)]
+    return next((version for version in reversed(decided) if version is not None), initial)
 
 
 def staleness(job: dict[str, Any], actor_version: int) -> int | None:

@@ -9,7 +9,7 @@ from services.scheduler_records import HELD, READY, TERMINAL, Policy
 
 
 def idle_report(policy: Policy) -> dict[str, Any]:
-    """Counts of a policy's ends, and whether anything may still come.
+    """Counts of a policy's ends (of the dropped ones, too, how many were stale), and whether anything may still come.
 
     `idle`: nothing unfinished is left, and the completion target is met or the policy is closed.
     """
@@ -17,6 +17,7 @@ def idle_report(policy: Policy) -> dict[str, Any]:
     done = policy.closed is not None or (target is not None and completed >= target)
     return {
         **{state: policy.counts[state] for state in TERMINAL},
+        "stale": policy.stale,
         "open": len(policy.open),
         "closed": policy.closed,
         "holder": policy.holder,
@@ -68,4 +69,7 @@ def _training(table: JobTable, policy: Policy) -> str | None:
     if turn is not None and table.jobs[turn].state != READY:
         holder = table.jobs[turn].lease_holder
         return f"{ready} ready jobs wait for {turn}, which {holder} trains: one update a tenant at a time"
+    first = table.jobs[next(iter(policy.open))]
+    if policy.spec.in_order and first.state != READY:
+        return f"{ready} ready jobs wait for the end of {first.job_id} ({first.state}): {policy.key} trains in order"
     return f"{ready} ready jobs wait for a trainer to lease them"

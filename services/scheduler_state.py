@@ -47,6 +47,7 @@ from services.scheduler_records import (
     FAILED,
     HELD,
     LEASED,
+    POLICY_STALE,
     READY,
     STAGES,
     Job,
@@ -356,7 +357,7 @@ class SchedulerState(JobTable):
                     "staleness": staleness(vars(job), event.actor_version),
                 }
                 reason = (
-                    f"policy_stale: actor {event.actor_version} − behaviour {job.behavior_policy_version} > "
+                    f"{POLICY_STALE}: actor {event.actor_version} − behaviour {job.behavior_policy_version} > "
                     f"{job.max_policy_staleness}"
                 )
                 self._move(job, DROPPED, "drop", token=event.lease_token, reason=reason, metadata=metadata)
@@ -374,6 +375,7 @@ class SchedulerState(JobTable):
             policy = self.policies[job.policy_key]
             if policy.generation == job.policy_generation:  # its counts are those of its own generation
                 policy.pruned[job.state] = policy.pruned.get(job.state, 0) + 1
+                policy.pruned_stale += job.stale
                 touched[policy.key] = policy
             self._out.append(Forget(job.job_id, job.created_seq))
         self._out += [Write("policy", key, policy.body()) for key, policy in touched.items()]

@@ -136,16 +136,19 @@ def _prediction(request: Request, decision: Decision, feature: VLAFeature, rows:
 
 
 class ServingPolicies:
-    """The versions that one tenant serves: the current one, two before it, and pinned ones kept until released.
+    """The versions that one tenant serves: the current one, some before it, and pinned ones kept until released.
+
+    Two before it, or as many as the declared delay of its rollouts asks for: jobs that rollout k is ahead of may have
+    made one version each since the one that it acts with.
 
     Every request takes a `ServingPolicy` object once, so it is answered by the old or the new version, never a mix.
     """
 
-    def __init__(self, current: ServingPolicy, max_pinned: int) -> None:
+    def __init__(self, current: ServingPolicy, max_pinned: int, delay: int = 0) -> None:
         self._current = current
         self._pinned: dict[int, tuple[ServingPolicy, int]] = {}  # {version: (policy, holders)}
         # The versions just before the current one: a producer reads a version, reserves a job, and only then pins it.
-        self._recent: deque[ServingPolicy] = deque(maxlen=_RECENT)
+        self._recent: deque[ServingPolicy] = deque(maxlen=max(_RECENT, delay))
         self._max_pinned = max_pinned
 
     @property
@@ -163,6 +166,10 @@ class ServingPolicies:
         """Bytes of all versions that are kept."""
         kept = {id(p): p for p in (self._current, *self._recent, *(p for p, _ in self._pinned.values()))}
         return sum(policy.num_bytes for policy in kept.values())
+
+    def allow(self, delay: int) -> None:
+        """Keep as many versions from now on, and no fewer than another workload of the tenant asked for."""
+        self._recent = deque(self._recent, maxlen=max(self._recent.maxlen or 0, delay))
 
     def load(self, policy: ServingPolicy) -> None:
         """Make `policy` current.

@@ -165,6 +165,12 @@ class TrainingScheduler(SchedulerShell):
             if left <= 0 or not await self._wait(["admission"], left):
                 return False
 
+    async def wait_ended(self, job_id: str, timeout_s: float) -> dict[str, Any]:
+        """Wait until the job is terminal; its descriptor then, or as it is after `timeout_s`."""
+        job = self._state.job(job_id)
+        await self._until(lambda: job.state in TERMINAL, [f"policy:{job.policy_key}"], timeout_s)
+        return await self._read(job.describe)
+
     @_verb
     def mark(
         self, job_id: str, state: str, lease_token: int | None = None, metadata: dict[str, Any] | None = None
@@ -279,10 +285,10 @@ class TrainingScheduler(SchedulerShell):
         return await self._read(lambda: found)
 
     async def wait_for_state(self, state: str, timeout_s: float) -> bool:
-        """Wait until a job waits for a stage (`needs_actor_forward`, `needs_advantages`)."""
+        """Wait until a job may be leased for a stage (`needs_actor_forward`, `needs_advantages`)."""
         if state not in STAGES:
             raise SpecError(refusal("state", state, ", ".join(STAGES), "choose one (wait_for_ready for ready jobs)"))
-        found = await self._until(lambda: self._state.counts[state] > 0, [state], timeout_s)
+        found = await self._until(lambda: self._state.stages.any_in(state), [state], timeout_s)
         return await self._read(lambda: found)
 
     async def apply(self, commands: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

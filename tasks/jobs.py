@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from configs.algorithm import PpoSpec, SftSpec
 from configs.errors import Conflict, JoyNexusError, LeaseLost, ServiceUnavailable
 from services import lookup
+from services.scheduler_records import COMPLETED, TERMINAL, delayed_version
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore, indexed_instructions
 from storage.sample_order import sample_indices
@@ -24,6 +25,7 @@ from tasks.tenants import OpenedTenant
 
 logger = logging.getLogger(__name__)
 DOMAIN = "vla"
+_WAIT_S = 30.0
 _REASON = 2000  # characters of a reason that a descriptor keeps
 
 
@@ -101,6 +103,30 @@ async def _fail(platform: Platform, job: dict[str, Any], error: BaseException) -
         logger.info("%s", gone)
         return
     await clear_partition(platform, job["partition_id"])
+
+
+class DelayedVersions:
+    """Which version each rollout of a run acts with, where a delay is declared; see `delayed_version`."""
+
+    def __init__(self, delay: int, initial: int) -> None:
+        """`initial` is the version before the first job."""
+        self._delay, self._initial = delay, initial
+        self._job_ids: list[str] = []
+        self._made: list[int | None] = []  # a job that has ended, in order: its version, None where it made none
+
+    def reserved(self, job_id: str) -> None:
+        """The next rollout has this job."""
+        self._job_ids.append(job_id)
+
+    async def next(self, platform: Platform) -> int:
+        """The next rollout's version, once the job that decides it has ended."""
+        number = len(self._job_ids)
+        while len(self._made) < number - self._delay:
+            scheduler = await platform.scheduler()
+            job = await scheduler.wait_ended(self._job_ids[len(self._made)], timeout_s=_WAIT_S)
+            if job["state"] in TERMINAL:
+                self._made.append(int(job["metadata"]["version"]) if job["state"] == COMPLETED else None)
+        return delayed_version(number, self._delay, self._made, self._initial)
 
 
 @task(task_run_name="rollout {job[job_id]}", cache_policy=NO_CACHE)

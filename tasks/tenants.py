@@ -82,7 +82,12 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
             slot = await training.open_slot(config, str(folder), fresh=fresh)
             # Both services draw the same first weights from the seed; what was read from files is handed over.
             started = await training.export_params(workload.tenant.name) if workload.start_from else None
-            await inference.open_policy(config["policy"], fresh=fresh, tensors=started and started["tensors"])
+            await inference.open_policy(
+                config["policy"],
+                fresh=fresh,
+                tensors=started and started["tensors"],
+                delay=backend.rollout_delay or 0,
+            )
             if slot["version"] > 0:
                 await training.publish(workload.tenant.name)
             parameters = {

@@ -55,6 +55,16 @@ def test_another_estimator_has_no_decay_and_reads_back_the_same() -> None:
         (PpoSpec, {"dual_clip": 1.0}, "dual_clip: got 1.0; "),
         (PpoSpec, {"kl": {"coef": 0.1, "estimator": "k1"}}, "kl.estimator: got 'k1'; "),
         (PpoSpec, {"kl": {"coef": 0.1, "reference": "reference"}}, "kl.reference: unknown key"),
+        (PpoSpec, {"lockstep": True, "delay": 1}, "delay: got 1; possible: 0 or null with lockstep"),
+        # 6 samples in one microbatch, 4 epochs: 4 updates a job; 3 jobs behind are 12 updates.
+        (
+            PpoSpec,
+            {"delay": 3, "max_policy_staleness": 11},
+            "delay: got 3; possible: up to 2 with max_policy_staleness 11 and 4 updates a job; every job",
+        ),
+        (ReinforceSpec, {"delay": 2, "max_policy_staleness": 1}, "delay: got 2; possible: up to 1 with "),
+        (PpoSpec, {"delay": 17}, "delay: got 17; "),
+        (PpoSpec, {"delay": -1}, "delay: got -1; "),
         (PpoSpec, {"group_size": 4}, "group_size: unknown key"),
         (GrpoSpec, {"value_coef": 0.5}, "value_coef: unknown key"),
         (GrpoSpec, {"gae_lambda": 0.9}, "gae_lambda: unknown key"),
@@ -76,3 +86,12 @@ def test_what_would_not_be_used_is_refused_in_one_line(cls: type[Spec], changes:
         parse(cls, GIVEN[cls] | changes, where="a")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_lockstep_is_delay_0_and_a_delay_within_the_bound_is_admitted() -> None:
+    """7 samples in microbatches of 2 are 4, twice: 8 updates a job, 16 behind at delay 2."""
+    given = ROLLOUT | {"num_envs": 7, "rollout_steps": 1, "microbatch_size": 2, "epochs": 2}
+    spec = parse(PpoSpec, given | {"delay": 2, "max_policy_staleness": 16}, where="a")
+    assert (spec.updates_per_job, spec.rollout_delay) == (8, 2)
+    assert parse(PpoSpec, given | {"lockstep": True}, where="a").rollout_delay == 0
+    assert parse(PpoSpec, given, where="a").rollout_delay is None

@@ -242,6 +242,32 @@ def test_pinned_versions_stay_until_released_and_are_bounded(make: Callable[...,
     run(main())
 
 
+def test_as_many_versions_are_kept_as_rollouts_may_be_behind(make: Callable[..., InferenceModelService]) -> None:
+    """Delay 4: of seven versions the last five; who joins with less takes nothing away, who joins with more adds."""
+
+    async def main() -> None:
+        service, config = make(), policy("a")
+        opened, seen = config.model_dump(mode="json"), observation(1, 1)
+        await service.open_policy(opened, fresh=True, delay=4)
+        expected = {}
+        for version in range(1, 7):
+            await service.load_weights("a", config.schema_signature, version, tensors("a", version))
+            expected[version] = (await service.predict(seen, "a"))["action"]
+        await service.open_policy(opened, fresh=False)
+        for version in range(2, 7):
+            kept = await service.predict(seen, "a", policy_version=version)
+            np.testing.assert_array_equal(kept["action"], expected[version])
+        with pytest.raises(Conflict, match=r"policy_version: got 1; possible: \[2, 3, 4, 5, 6\]"):
+            await service.pin("a", 1)
+        await service.open_policy(opened, fresh=False, delay=5)
+        await service.load_weights("a", config.schema_signature, 7, tensors("a", 7))
+        assert await service.pin("a", 2) == 2
+        await service.load_weights("a", config.schema_signature, 8, tensors("a", 8))
+        assert (await service.predict(seen, "a", policy_version=2))["policy_version"] == 2
+
+    run(main())
+
+
 def test_a_late_publish_does_not_turn_the_clock_back(make: Callable[..., InferenceModelService]) -> None:
     async def main() -> None:
         service = make()

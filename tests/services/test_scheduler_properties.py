@@ -49,6 +49,7 @@ from tests.services.scheduler_cases import Disk
 
 MAX_ACTIVE_ROLLOUTS = 2
 LEASE_S = 10.0
+IN_ORDER = "b.rl"  # its jobs meet the actor in the order of their reservation
 LEASED_POLICY, POLICY_LEASE_S = "c.sft", 25.0  # held by a flow run "f" that may die
 # {policy_key: (tenant, task, priority, max_in_flight, completion_target, max_active_rollouts)}; `both` has two
 POLICIES = {
@@ -168,6 +169,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             "max_active_rollouts": rollouts,
             "base_model": "tiny",
             "job_bytes": 1,
+            "in_order": key == IN_ORDER,
         }
         leased = key == LEASED_POLICY
         event = RegisterPolicy(self.now, policy, "f", POLICY_LEASE_S) if leased else RegisterPolicy(self.now, policy)
@@ -249,7 +251,9 @@ class SchedulerHistory(RuleBasedStateMachine):
         job = reply["job"]
         if job is None:
             assert state != READY or expected is None
-            assert state == READY or not any(job.state == state for job in self.state.jobs.values())
+            assert state == READY or not any(
+                job.state == state and not self.state.held_back(job) for job in self.state.jobs.values()
+            )
             return multiple()
         assert job["job_id"] not in self.held, "in two hands"
         assert job["job_id"] not in self.ended
@@ -260,6 +264,7 @@ class SchedulerHistory(RuleBasedStateMachine):
                 assert (
                     other is None
                     or other.state != READY
+                    or self.state.held_back(other)
                     or (other.priority, other.task_type) != (job["priority"], job["task_type"])
                     or self.state.ready.turns[other.tenant_id] != earlier
                 ), "overtaken by a job of its own priority"
@@ -467,13 +472,21 @@ class SchedulerHistory(RuleBasedStateMachine):
                 self.do(
                     Mark(self.now, job.job_id, READY if job.task_type == "sft" else "needs_actor_forward", None, None)
                 )
+        while self.one_round():
+            pass
+        assert all(job.state in TERMINAL for job in self.state.jobs.values())
+
+    def one_round(self) -> bool:
+        """All stages, then training; whether a job was trained: those behind it in order may come now."""
         for state, held in STAGES.items():
             after = "needs_advantages" if state == "needs_actor_forward" else READY
             while (job := self.do(Lease(self.now, state, held, "actor", ("vla",), "h", 1.0, None))["job"]) is not None:
                 self.do(Mark(self.now, job["job_id"], after, job["lease_token"], None))
+        trained = False
         while (job := self.do(Lease(self.now, READY, LEASED, "actor", ("vla",), "h", 1.0, None))["job"]) is not None:
             self.do(Complete(self.now, job["job_id"], job["lease_token"], {}))
-        assert all(job.state in TERMINAL for job in self.state.jobs.values())
+            trained = True
+        return trained
 
 
 TestSchedulerHistory = SchedulerHistory.TestCase

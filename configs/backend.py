@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from configs.algorithm import AlgorithmSpec, PpoSpec
+from configs.algorithm import AlgorithmSpec, RolloutSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.model import ActionModuleSpec, BaseModelSpec, TrainableSpec
 from configs.spec import Spec
@@ -55,11 +55,11 @@ class BackendConfig(Spec):
         """
         module = self.policy.action_module
         small = module.reads == {"action_tokens"} and not module.inside_base
-        return isinstance(self.algorithm, PpoSpec) and small and self.resources.reuse_features != "never"
+        return self.algorithm.collects and small and self.resources.reuse_features != "never"
 
     def scheduler_policy(self) -> dict[str, object]:
         """The bounds that the Training Scheduler keeps for this policy."""
-        lockstep = isinstance(self.algorithm, PpoSpec) and self.algorithm.lockstep
+        lockstep = isinstance(self.algorithm, RolloutSpec) and self.algorithm.lockstep
         return {
             "policy_key": self.policy_key,
             "tenant_id": self.policy.tenant,
@@ -67,7 +67,7 @@ class BackendConfig(Spec):
             "domain": self.domain,
             "priority": self.limits.priority,
             # Lock-step: the next rollout is admitted when the job before has ended, under the version it made.
-            "max_in_flight": 1 if self.task == "rl" and lockstep else self.limits.max_in_flight_jobs,
+            "max_in_flight": 1 if lockstep else self.limits.max_in_flight_jobs,
             "completion_target": self.algorithm.jobs,
             "max_active_rollouts": self.limits.max_active_rollouts if self.task == "rl" else None,
             "base_model": self.policy.base_model.name,

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from configs import seeds
-from configs.algorithm import AlgorithmSpec
+from configs.algorithm import KINDS_OF_TASK, AlgorithmSpec
 from configs.model import ActionModuleSpec, TrainableSpec
 from configs.spec import Name, Spec
 
@@ -131,10 +131,11 @@ class WorkloadSpec(Spec):
 
     @model_validator(mode="after")
     def _parts_fit_the_task(self) -> Self:
-        wanted = {"sft": "sft", "rl": "ppo"}[self.task]
-        if self.algorithm.kind != wanted:
+        wanted = KINDS_OF_TASK[self.task]
+        if self.algorithm.kind not in wanted:
+            possible = ", ".join(map(repr, wanted))
             raise ValueError(
-                f"algorithm.kind: got {self.algorithm.kind!r} for task {self.task!r}; possible: {wanted!r}; change one"
+                f"algorithm.kind: got {self.algorithm.kind!r} for task {self.task!r}; possible: {possible}; change one"
             )
         if self.task == "sft" and (self.data is None or self.environment is not None):
             raise ValueError("data: task 'sft' needs data and takes no environment; set data, remove environment")

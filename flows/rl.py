@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from configs.algorithm import PpoSpec
+from configs.algorithm import RolloutSpec
 from configs.errors import AdmissionRefused, EnvironmentFault, SpecError, refusal
 from configs.workload import WorkloadSpec
 from flows.workload import run_workload
@@ -38,7 +38,7 @@ async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id
     """
     logger = get_run_logger()
     backend, algorithm = tenant.backend, tenant.backend.algorithm
-    assert isinstance(algorithm, PpoSpec)
+    assert isinstance(algorithm, RolloutSpec)
     scheduler, inference = await platform.scheduler(), await platform.inference()
     number = faults = 0
     while True:

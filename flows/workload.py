@@ -66,6 +66,7 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
         if evaluating is not None:
             before = await evaluating
     counts = idle.result()
+    nothing_to_learn = await _without_a_step(platform, tenant, run_id)
     training = await platform.training()
     await _still_ours(platform, tenant, run_id)
     version = await training.publish(name)
@@ -83,6 +84,7 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
         "task": tenant.backend.task,
         "environment": (tenant.backend.environment or tenant.backend.evaluation_environment or _Nothing).name,
         "jobs": {state: counts.get(state, 0) for state in ("completed", "failed", "dropped")},
+        "nothing_to_learn": nothing_to_learn,
         "policy_version": version,
         "success_before": before and before["success_rate"],
         "success_after": after and after["success_rate"],
@@ -134,6 +136,12 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant, run_id: str) -> 
             raise JoyNexusError(
                 f"{key}: {lost} jobs were lost against a target of {target}; the last: {jobs[0]['reason']}"
             )
+
+
+async def _without_a_step(platform: Platform, tenant: OpenedTenant, run_id: str) -> int:
+    """Completed jobs of this run that had nothing to learn from, of those that the scheduler still remembers."""
+    jobs = await (await platform.scheduler()).jobs(policy_key=tenant.backend.policy_key, states=["completed"])
+    return sum(job["flow_run_id"] == run_id and job["metadata"].get("nothing_to_learn", False) for job in jobs)
 
 
 async def _still_ours(platform: Platform, tenant: OpenedTenant, run_id: str) -> None:

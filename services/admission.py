@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from configs import presets
-from configs.algorithm import PpoSpec, SftSpec
+from configs.algorithm import RolloutSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.cluster import ClusterSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
@@ -140,6 +140,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         _check_job_bytes(faults, workload, training, base, cluster)
         if training.environment is not None:
             _check_renderer(faults, "environment", training.environment, cluster)
+            _check_groups(faults, workload, training.environment)
     _check_learning(faults, workload)
     _check_reuse(faults, workload)
     if base is not None:
@@ -178,7 +179,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         start_from=workload.start_from,
         prefix_key=prefix_key(base),
         algorithm=algorithm,
-        sample_count=sample_count(algorithm),
+        sample_count=algorithm.sample_count,
         environment=environment,
         dataset=str(dataset_path(workload.data.dataset, home)) if workload.data else None,
         evaluation=workload.evaluation,
@@ -202,13 +203,6 @@ def admit_all(workloads: Sequence[WorkloadSpec], home: Home, cluster: ClusterSpe
     if faults.lines:
         raise SpecError("; ".join(faults.lines))
     return [config for config in configs if config is not None]
-
-
-def sample_count(algorithm: SftSpec | PpoSpec) -> int:
-    """Samples of one training job."""
-    if isinstance(algorithm, SftSpec):
-        return algorithm.batches_per_job * algorithm.microbatch_size
-    return algorithm.num_envs * algorithm.rollout_steps
 
 
 def _resident_base(faults: _Faults, workload: WorkloadSpec, cluster: ClusterSpec) -> BaseModelSpec | None:
@@ -248,6 +242,32 @@ def _check_learning(faults: _Faults, workload: WorkloadSpec) -> None:
         faults.add("action_module.policy", None, possible, "declare one, in the supervised workload before it too")
 
 
+def _check_groups(faults: _Faults, workload: WorkloadSpec, environment: EnvironmentSpec) -> None:
+    """Where episodes are compared, those of a group are side by side, and a rollout sees some of them end."""
+    algorithm = workload.algorithm
+    if not isinstance(algorithm, RolloutSpec) or algorithm.episodes_per_start == 1:
+        return
+    size, num_envs = algorithm.episodes_per_start, algorithm.num_envs
+    if num_envs % size:
+        divisors = ", ".join(str(n) for n in range(2, num_envs + 1) if num_envs % n == 0)
+        faults.add(
+            "algorithm.group_size",
+            size,
+            f"{divisors or 'none'} with num_envs {num_envs}, which it divides",
+            "change one: the episodes of a group run in environments side by side",
+        )
+    horizon = workload.action_module.horizon
+    needed = -(-environment.max_episode_steps // horizon)
+    if algorithm.rollout_steps < needed:
+        faults.add(
+            "algorithm.rollout_steps",
+            algorithm.rollout_steps,
+            f"{needed} or more with kind {algorithm.kind!r} ({environment.max_episode_steps} steps an episode of "
+            f"{environment.name!r}, {horizon} a chunk)",
+            "make rollouts longer: episodes that do not end in them carry no loss",
+        )
+
+
 def _check_reuse(faults: _Faults, workload: WorkloadSpec) -> None:
     if workload.action_module.inside_base and workload.resources.reuse_features == "shared":
         faults.add(
@@ -277,15 +297,11 @@ def _check_job_bytes(
 ) -> None:
     """One tenant's job must not fill the memory that all share: its pictures, or the features in their place."""
     pictures = sum(3 * camera.height * camera.width for camera in training.cameras)
-    features = 4 * base.num_action_tokens * base.hidden_width if base is not None and workload.task == "rl" else 0
+    features = 4 * base.num_action_tokens * base.hidden_width if base is not None and workload.algorithm.collects else 0
     a_sample = max(pictures, features)
-    samples = sample_count(workload.algorithm)
+    samples = workload.algorithm.sample_count
     if a_sample * samples > cluster.max_job_bytes:
-        terms = (
-            "num_envs × rollout_steps"
-            if isinstance(workload.algorithm, PpoSpec)
-            else "batches_per_job × microbatch_size"
-        )
+        terms = "num_envs × rollout_steps" if workload.algorithm.collects else "batches_per_job × microbatch_size"
         faults.add(
             f"algorithm.{terms}",
             f"{samples} samples of {a_sample} bytes",
@@ -369,7 +385,7 @@ def _check_hosts(faults: _Faults, workload: WorkloadSpec, cluster: ClusterSpec) 
             "ask for fewer hosts",
         )
     num_envs = {}
-    if isinstance(workload.algorithm, PpoSpec):
+    if isinstance(workload.algorithm, RolloutSpec):
         num_envs["algorithm.num_envs"] = workload.algorithm.num_envs
     if workload.evaluation is not None:
         num_envs["evaluation.num_envs"] = workload.evaluation.num_envs

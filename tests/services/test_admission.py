@@ -306,3 +306,26 @@ def test_where_there_is_no_place_for_an_adapter_none_is_named(changes: dict[str,
         workload(**changes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_groups_that_could_not_be_compared_are_refused(tmp_path: Path) -> None:
+    """32 environments in groups of 6; 19 chunks of one step where an episode may take 20."""
+    assert refused(workload("reach-grpo", algorithm__group_size=6), tmp_path) == [
+        "algorithm.group_size: got 6; possible: 2, 4, 8, 16, 32 with num_envs 32, which it divides; "
+        "change one: the episodes of a group run in environments side by side"
+    ]
+    (fault,) = refused(workload("reach-grpo", algorithm__rollout_steps=19), tmp_path)
+    assert fault.startswith(
+        "algorithm.rollout_steps: got 19; possible: 20 or more with kind 'grpo' (20 steps an episode"
+    )
+    by_twos = workload("reach-grpo", algorithm__rollout_steps=10, action_module__horizon=2)
+    assert admit(by_twos, Home(tmp_path), LAPTOP).sample_count == 320
+
+
+def test_every_algorithm_that_collects_is_admitted_with_modules_that_learn_by_rl(tmp_path: Path) -> None:
+    for name, kind, module in (("reach-grpo", "grpo", "oft"), ("reach-flow", "ppo", "gr00t")):
+        config = admit(workload(name), Home(tmp_path), LAPTOP)
+        assert (config.algorithm.kind, config.policy.action_module.kind) == (kind, module)
+    plain = workload("reach-flow", action_module__policy=None, algorithm__jobs=2)
+    (fault,) = refused(plain, tmp_path)
+    assert fault.startswith("action_module.policy: got None; possible: flow_sde, flow_noise")

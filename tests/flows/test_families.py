@@ -162,7 +162,8 @@ def test_only_modules_that_give_log_probabilities_learn_by_rl(platform: Platform
             refused = spec("reach", "hopeful", "gr00t", "tiny-qwen3-vl", jobs=1)
             ended = await here.ended(await here.start(refused))
             assert ended["state_type"] == "FAILED"
-            assert "action_module.kind: got 'gr00t'; possible: lora, oft with task 'rl'" in ended["state"]["message"]
+            possible = "possible: flow_sde, flow_noise for 'gr00t' with task 'rl'"
+            assert f"action_module.policy: got None; {possible}" in ended["state"]["message"]
 
     asyncio.run(main())
 

@@ -58,7 +58,11 @@ class SftSpec(OfflineSpec):
 
 
 class AwrSpec(OfflineSpec):
-    """Advantage-weighted regression on recorded rewards (Peng et al. 2019): each action counts exp(advantage / β)."""
+    """Advantage-weighted regression on recorded rewards (Peng et al. 2019): each action counts exp(advantage / β).
+
+    Offline RL: task `rl` with `data`, a dataset that holds rewards, in place of `environment`. A critic learns the
+    returns beside it; the advantage is the return less what the critic says.
+    """
 
     kind: Literal["awr"] = "awr"
     gamma: float = Field(default=0.99, gt=0, le=1, description="Discount of one action.")
@@ -310,6 +314,6 @@ def _settings(spec: Spec) -> dict[str, Any]:
 
 
 RolloutAlgorithm = PpoSpec | GrpoSpec | ReinforceSpec
-AlgorithmSpec = Annotated[SftSpec | RolloutAlgorithm, Field(discriminator="kind"), ChoiceInForms]
-KINDS_OF_TASK: dict[str, tuple[str, ...]] = {"sft": ("sft",), "rl": ("grpo", "ppo", "reinforce")}
+AlgorithmSpec = Annotated[SftSpec | AwrSpec | RolloutAlgorithm, Field(discriminator="kind"), ChoiceInForms]
+KINDS_OF_TASK: dict[str, tuple[str, ...]] = {"sft": ("sft",), "rl": ("awr", "grpo", "ppo", "reinforce")}
 """{task: kinds of algorithm}."""

@@ -58,18 +58,22 @@ class BackendConfig(Spec):
         return self.algorithm.collects and small and self.resources.reuse_features != "never"
 
     def scheduler_policy(self) -> dict[str, object]:
-        """The bounds that the Training Scheduler keeps for this policy."""
+        """The bounds that the Training Scheduler keeps for this policy.
+
+        Jobs of recorded data move as SFT's, whatever is learned from them: no rollout, no stage before training, never
+        stale. Several tenants' are trained together where they are supervised.
+        """
         lockstep = isinstance(self.algorithm, RolloutSpec) and self.algorithm.lockstep
         return {
             "policy_key": self.policy_key,
             "tenant_id": self.policy.tenant,
-            "task_type": self.task,
+            "task_type": "rl" if self.algorithm.collects else "sft",
             "domain": self.domain,
             "priority": self.limits.priority,
             # Lock-step: the next rollout is admitted when the job before has ended, under the version it made.
             "max_in_flight": 1 if lockstep else self.limits.max_in_flight_jobs,
             "completion_target": self.algorithm.jobs,
-            "max_active_rollouts": self.limits.max_active_rollouts if self.task == "rl" else None,
-            "base_model": self.policy.base_model.name,
+            "max_active_rollouts": self.limits.max_active_rollouts if self.algorithm.collects else None,
+            "base_model": None if self.task == "rl" else self.policy.base_model.name,
             "job_bytes": self.sample_count * sum(3 * c.height * c.width for c in self.policy.cameras),
         }

@@ -55,7 +55,8 @@ async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, A
 async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_id: str) -> dict[str, Any]:
     evaluation, name = tenant.backend.evaluation, tenant.name
     wanted = evaluation is not None and evaluation.before
-    overlap = wanted and tenant.backend.task == "sft"  # nothing is published before the end: version 0 serves meanwhile
+    # Of recorded data nothing is published before the end: version 0 serves meanwhile.
+    overlap = wanted and not tenant.backend.algorithm.collects
     before = await _evaluate(platform, tenant) if wanted and not overlap else None
     async with asyncio.TaskGroup() as group:
         evaluating = group.create_task(_evaluate(platform, tenant)) if overlap else None

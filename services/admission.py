@@ -26,6 +26,7 @@ from configs.model import ActionModuleSpec, BaseModelSpec, LoraSpec, PiSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, fitted
+from services.admission_of_rl import faults_of_data, faults_of_module
 from services.environments import renderer
 from storage.demonstrations import LeRobotDataset
 from storage.peft_files import read_adapter
@@ -61,7 +62,8 @@ class TrainingInterface:
 
     Attributes:
         source: where this was read, in words for messages.
-        environment: of RL; None for demonstrations.
+        environment: of rollouts; None for a dataset.
+        rewards: whether that can be learned from, by RL.
     """
 
     cameras: tuple[CameraSpec, ...]
@@ -69,6 +71,7 @@ class TrainingInterface:
     action: StatisticsSpec
     source: str
     environment: EnvironmentSpec | None = None
+    rewards: bool = True
 
 
 def dataset_path(dataset: str, home: Home) -> Path:
@@ -119,6 +122,7 @@ def training_interface(workload: WorkloadSpec, home: Home) -> TrainingInterface:
         dataset.statistics("observation.state"),
         dataset.statistics("action"),
         f"dataset {workload.data.dataset!r}",
+        rewards=dataset.reward is not None,
     )
 
 
@@ -140,8 +144,10 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         _check_job_bytes(faults, workload, training, base, cluster)
         if training.environment is not None:
             _check_renderer(faults, "environment", training.environment, cluster)
-            _check_groups(faults, workload, training.environment)
-    _check_learning(faults, workload)
+        for fault in faults_of_data(workload, training.environment, training.source, rewards=training.rewards):
+            faults.add(*fault)
+    for fault in faults_of_module(workload):
+        faults.add(*fault)
     _check_reuse(faults, workload)
     if base is not None:
         _check_heads(faults, base, workload.action_module)
@@ -233,39 +239,6 @@ def _check_start_from(workload: WorkloadSpec, base: BaseModelSpec) -> None:
         fitted(tensors, config, shapes, rank=module.rank, alpha=module.alpha, targets=module.target_modules)
     except (DataFault, SpecError) as error:
         raise SpecError(f"start_from: {error}") from None
-
-
-def _check_learning(faults: _Faults, workload: WorkloadSpec) -> None:
-    module = workload.action_module
-    if workload.task == "rl" and not module.learns_by_rl:
-        possible = f"flow_sde, flow_noise for {module.kind!r} with task 'rl'"
-        faults.add("action_module.policy", None, possible, "declare one, in the supervised workload before it too")
-
-
-def _check_groups(faults: _Faults, workload: WorkloadSpec, environment: EnvironmentSpec) -> None:
-    """Where episodes are compared, those of a group are side by side, and a rollout sees some of them end."""
-    algorithm = workload.algorithm
-    if not isinstance(algorithm, RolloutSpec) or algorithm.episodes_per_start == 1:
-        return
-    size, num_envs = algorithm.episodes_per_start, algorithm.num_envs
-    if num_envs % size:
-        divisors = ", ".join(str(n) for n in range(2, num_envs + 1) if num_envs % n == 0)
-        faults.add(
-            "algorithm.group_size",
-            size,
-            f"{divisors or 'none'} with num_envs {num_envs}, which it divides",
-            "change one: the episodes of a group run in environments side by side",
-        )
-    horizon = workload.action_module.horizon
-    needed = -(-environment.max_episode_steps // horizon)
-    if algorithm.rollout_steps < needed:
-        faults.add(
-            "algorithm.rollout_steps",
-            algorithm.rollout_steps,
-            f"{needed} or more with kind {algorithm.kind!r} ({environment.max_episode_steps} steps an episode of "
-            f"{environment.name!r}, {horizon} a chunk)",
-            "make rollouts longer: episodes that do not end in them carry no loss",
-        )
 
 
 def _check_reuse(faults: _Faults, workload: WorkloadSpec) -> None:

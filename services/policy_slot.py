@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.algorithm import AlgorithmSpec, RolloutAlgorithm, RolloutSpec, SftSpec
+from configs.algorithm import AlgorithmSpec, AwrSpec, RolloutAlgorithm, RolloutSpec, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules
 from kernels.action_modules import ActionModule, Evaluation
+from kernels.advantage_weighted import awr_update
 from kernels.advantages import ESTIMATORS
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature
@@ -102,7 +103,7 @@ class PolicySlot:
     def trained(
         self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any]
     ) -> tuple[PolicySlot, dict[str, Any]]:
-        """A copy of the slot after a job of rollouts, and what happened; of SFT see `services.training_group`.
+        """A copy of the slot after a job of RL, and what happened; of SFT see `services.training_group`.
 
         A job that has nothing to learn from makes no step: version and random state stay, and the metrics say so.
 
@@ -118,9 +119,12 @@ class PolicySlot:
             TenantFault: if the tenant's numbers are not finite.
         """
         begun, algorithm = time.perf_counter(), backend.algorithm
-        assert isinstance(algorithm, RolloutSpec)
         slot = self.copied()
-        metrics = slot._policy_gradient(backbone, backend.policy_key, algorithm, data)
+        if isinstance(algorithm, AwrSpec):
+            metrics = slot._advantage_weighted(backbone, backend.policy_key, algorithm, data)
+        else:
+            assert isinstance(algorithm, RolloutSpec)
+            metrics = slot._policy_gradient(backbone, backend.policy_key, algorithm, data)
         return slot, slot.advanced(self, backend.policy_key, metrics, time.perf_counter() - begun)
 
     def advanced(
@@ -169,20 +173,43 @@ class PolicySlot:
         Raises:
             TenantFault: if an action that counts is not finite.
         """
+        return SftUpdate(
+            self.module,
+            self.optimizers[policy_key],
+            proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
+            action=self._recorded_action(data),
+            is_pad=torch.from_numpy(np.asarray(data["action_is_pad"], bool)),
+            microbatch_size=spec.microbatch_size,
+            passes=spec.passes,
+            generator=self.generator,
+        )
+
+    def _recorded_action(self, data: Mapping[str, Any]) -> Tensor:
+        """Normalised, float32 [n, H, A].
+
+        Raises:
+            TenantFault: if an action that counts is not finite.
+        """
         action = np.asarray(data["action"], np.float32)
         if not np.isfinite(action[~data["action_is_pad"]]).all():
             raise TenantFault(
                 refusal("action", "NaN or infinity", f"finite numbers for {self.config.tenant!r}", "mend it")
             )
-        return SftUpdate(
+        return torch.from_numpy(self._interface.action.normalise(action))
+
+    def _advantage_weighted(
+        self, backbone: Backbone, policy_key: str, algorithm: AwrSpec, data: Mapping[str, Any]
+    ) -> dict[str, float]:
+        return awr_update(
             self.module,
             self.optimizers[policy_key],
+            lambda rows: self._features(backbone, data, rows),
+            algorithm,
+            self.generator,
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
-            action=torch.from_numpy(self._interface.action.normalise(action)),
-            is_pad=torch.from_numpy(np.asarray(data["action_is_pad"], bool)),
-            microbatch_size=spec.microbatch_size,
-            passes=spec.passes,
-            generator=self.generator,
+            action=self._recorded_action(data),
+            valid=torch.from_numpy(~np.asarray(data["action_is_pad"], bool)),
+            returns=torch.from_numpy(data["return"]),
         )
 
     def _policy_gradient(
@@ -297,7 +324,8 @@ def training_fields(backend: BackendConfig) -> list[str]:
     images = _seen(backend)
     algorithm = backend.algorithm
     if not isinstance(algorithm, RolloutSpec):
-        return [*images, "proprioception", "action", "action_is_pad"]
+        returns = ["return"] if isinstance(algorithm, AwrSpec) else []
+        return [*images, "proprioception", "action", "action_is_pad", *returns]
     log_prob, value = _estimated_from(algorithm)
     names = dict.fromkeys([log_prob, value] if algorithm.asks_critic else [log_prob])
     if _asks_for_behaviour(algorithm):

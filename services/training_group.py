@@ -132,7 +132,7 @@ def train_alone(backbone: Backbone, member: Member, store: FeatureStore | None, 
     Raises:
         TenantFault: if the tenant's numbers are not finite.
     """
-    if member.backend.algorithm.collects:
+    if not isinstance(member.backend.algorithm, SftSpec):
         with busy.record("train", {member.tenant: 1}):
             return member.slot.trained(backbone, member.backend, member.data)
     outcomes: list[Trained | Exception] = []

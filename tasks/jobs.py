@@ -12,7 +12,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from configs.algorithm import OfflineSpec, RolloutSpec
+from configs.algorithm import AwrSpec, OfflineSpec, RolloutSpec
 from configs.errors import Conflict, JoyNexusError, LeaseLost, ServiceUnavailable
 from services import lookup
 from storage.demonstrations import LeRobotDataset
@@ -145,7 +145,7 @@ async def _log_curves(platform: Platform, run: str, curves: dict[str, float], st
 async def build_sft_batch(
     platform: Platform, tenant: OpenedTenant, dataset: LeRobotDataset, job: dict[str, Any]
 ) -> None:
-    """Write the demonstration partition of a reserved job and mark it ready."""
+    """Write the partition of a reserved job from a dataset, with returns where RL learns from it; mark it ready."""
     async with carried_out(platform, job):
         await asyncio.to_thread(_put_demonstrations, platform, tenant, dataset, job)
     await _hand_on(platform, job, "ready")
@@ -160,6 +160,8 @@ def _put_demonstrations(platform: Platform, tenant: OpenedTenant, dataset: LeRob
     distinct, index = indexed_instructions(sample["instructions"])
     data = {f"image.{name}": image for name, image in sample["images"].items()}
     data |= {name: sample[name] for name in ("proprioception", "action", "action_is_pad")}
+    if isinstance(algorithm, AwrSpec):
+        data["return"] = dataset.returns(algorithm.gamma)[indices]
     PartitionStore(platform.home.partitions).put(
         job["partition_id"],
         data | index,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs.algorithm import AwrSpec
 from configs.errors import Conflict
 from configs.home import PROJECT_ROOT
 from kernels import backbones
@@ -16,7 +17,7 @@ from services.busy import BusyLog
 from services.feature_store import FeatureStore
 from services.policy_slot import PolicySlot, advantage_fields, advantages, training_fields
 from services.training_group import Member, Trained, train_alone
-from tests.services.policies import BASE, ROLLOUT_SPECS, SMALL, backend, observation, rollouts
+from tests.services.policies import BASE, ROLLOUT_SPECS, SMALL, backend, observation, policy, rollouts
 
 SHORT, LONG = "push", "push the red cube to the green target on the table and then move the gripper back to the left"
 
@@ -223,3 +224,66 @@ def test_an_update_reads_what_its_algorithm_uses_and_no_more(kind: str, fields: 
     assert ("group" in estimated) == (kind == "grpo")
     assert ("value" in estimated) == (kind != "grpo")
     assert set(ROLLOUT_SPECS) == {"ppo", "grpo", "reinforce"}
+
+
+def recorded(config: Any, count: int) -> dict[str, Any]:
+    """Samples of one scene in which actions of +1.5 are worth 1 and those of −0.5 nothing: ±½ when normalised."""
+    good = np.arange(count) % 2 == 0
+    action = np.where(good, 1.5, -0.5).astype(np.float32)[:, None, None].repeat(2, axis=2)
+    seen = {name: np.repeat(samples(1)[name], count, axis=0) for name in ("image.top", "proprioception")}
+    return (
+        samples(count) | seen | {"instructions": [SHORT] * count, "action": action, "return": good.astype(np.float32)}
+    )
+
+
+def awr(**fields: Any) -> Any:
+    found = backend("a", "rl")
+    settings = {"jobs": 2, "batches_per_job": 1, "microbatch_size": 8, "cosine": False} | fields
+    algorithm = AwrSpec.model_validate({"optimizer": {"learning_rate": 1e-2}} | settings)
+    return found.model_copy(update={"algorithm": algorithm, "environment": None})
+
+
+def test_recorded_actions_count_by_how_much_better_they_were_than_the_critic_expected(backbone: Backbone) -> None:
+    """One step on 8 samples of which the last is padded: −mean of min(exp((G − V) / ½), 3) · log π over the other 7,
+    and half the mean squared error of V.
+
+    Reference: numpy, float64, from the slot's own log-probabilities and values of the normalised actions.
+    """
+    config = awr(temperature=0.5, weight_cap=3.0)
+    slot, data = slot_of(config), recorded(awr(), 8)
+    data["action_is_pad"][7], data["action"][7] = True, np.nan
+    scored = slot.evaluated(backbone, config, data | {"action": np.nan_to_num((data["action"] - 0.5) / 2)})
+    value, log_prob = (scored[name].astype(np.float64)[:7] for name in ("actor_value", "actor_log_prob"))
+    weight = np.minimum(np.exp((data["return"][:7] - value) / 0.5), 3.0)
+    trained, result = trained_alone(backbone, slot, config, data)
+    metrics = result["metrics"]
+    assert metrics["policy_loss"] == pytest.approx(-(weight * log_prob[:, 0]).mean(), rel=1e-4)
+    assert metrics["value_loss"] == pytest.approx(0.5 * ((value - data["return"][:7]) ** 2).mean(), rel=1e-4)
+    assert metrics["weight_mean"] == pytest.approx(weight.mean(), rel=1e-4)
+    assert metrics["capped_fraction"] == pytest.approx((weight == 3.0).mean())
+    assert (trained.version, metrics["nothing_to_learn"]) == (1, 0)
+    assert {"action", "action_is_pad", "return"} < set(training_fields(config))
+
+
+def test_offline_rl_learns_the_better_of_two_recorded_actions(backbone: Backbone) -> None:
+    """The policy imitates both at a large temperature, and the better one at a small one; lora is scored as oft is."""
+    for kind in ("oft", "lora"):
+        means = []
+        for temperature in (100.0, 0.1):
+            config = awr(temperature=temperature, passes=24)
+            config = config.model_copy(update={"policy": policy("a", kind=kind)})
+            slot = slot_of(config)
+            trained, _ = trained_alone(backbone, slot, config, recorded(config, 16))
+            with torch.no_grad():
+                feature = trained._features(backbone, recorded(config, 16), slice(0, 16))
+                state = torch.from_numpy(recorded(config, 16)["proprioception"])
+                means.append(trained.module.act(feature, state, None).action.mean().item())
+        assert abs(means[0]) < 0.2
+        assert means[1] > 0.3, "towards +½"
+
+
+def test_a_dataset_in_which_all_is_padding_teaches_nothing(backbone: Backbone) -> None:
+    config = awr()
+    data = recorded(config, 8) | {"action_is_pad": np.ones((8, 1), bool)}
+    _, result = trained_alone(backbone, slot_of(config), config, data)
+    assert (result["version"], result["metrics"]) == (0, {"nothing_to_learn": 1.0})

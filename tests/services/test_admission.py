@@ -236,7 +236,10 @@ def test_several_workloads_are_admitted_all_or_none_with_the_faults_of_all(tmp_p
 def test_a_module_that_does_not_learn_by_rl_is_refused_there(tmp_path: Path) -> None:
     flow = {"kind": "gr00t", "horizon": 1, "action_width": 2, "state_width": 2, "proprioception": "head"}
     (fault,) = refused(workload(action_module=flow), tmp_path)
-    assert fault == ("action_module.kind: got 'gr00t'; possible: lora, oft with task 'rl'; choose one, or fine-tune it")
+    assert fault == (
+        "action_module.policy: got None; possible: flow_sde, flow_noise for 'gr00t' with task 'rl'; "
+        "declare one, in the supervised workload before it too"
+    )
 
 
 def test_an_experts_heads_are_held_against_the_bases(tmp_path: Path) -> None:
@@ -327,9 +330,6 @@ def test_every_algorithm_that_collects_is_admitted_with_modules_that_learn_by_rl
     for name, kind, module in (("reach-grpo", "grpo", "oft"), ("reach-flow", "ppo", "gr00t")):
         config = admit(workload(name), Home(tmp_path), LAPTOP)
         assert (config.algorithm.kind, config.policy.action_module.kind) == (kind, module)
-    plain = workload("reach-flow", action_module__policy=None, algorithm__jobs=2)
-    (fault,) = refused(plain, tmp_path)
-    assert fault.startswith("action_module.policy: got None; possible: flow_sde, flow_noise")
 
 
 AWR = {"kind": "awr", "jobs": 2, "batches_per_job": 2, "microbatch_size": 8, "optimizer": {"learning_rate": 0.001}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,7 @@ class AdamSpec(Spec):
 class OfflineSpec(Spec):
     """What learning from recorded data has in common, whatever the loss."""
 
+    collects: ClassVar[bool] = False
     kind: str
     jobs: int = Field(gt=0, description="Training jobs in all (the completion target).")
     batches_per_job: int = Field(gt=0, description="Microbatches of one job.")
@@ -43,6 +44,15 @@ class OfflineSpec(Spec):
     cosine: bool = Field(default=True, description="Decay the learning rate to 0 over all steps by half a cosine.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seeds initial weights and sample order.")
 
+    @property
+    def sample_count(self) -> int:
+        """Samples of one training job."""
+        return self.batches_per_job * self.microbatch_size
+
+    def single_step(self, samples: int) -> Self:
+        """The same algorithm with one microbatch of `samples`, seen once."""
+        return self.model_copy(update={"microbatch_size": samples, "passes": 1})
+
 
 class SftSpec(OfflineSpec):
     """Supervised fine-tuning on demonstrations: L1 on normalised chunks, or flow matching in modules of that kind."""
@@ -51,7 +61,11 @@ class SftSpec(OfflineSpec):
 
 
 class AwrSpec(OfflineSpec):
-    """Advantage-weighted regression on recorded rewards (Peng et al. 2019): each action counts exp(advantage / β)."""
+    """Advantage-weighted regression on recorded rewards (Peng et al. 2019): each action counts exp(advantage / β).
+
+    Offline RL: task `rl` with `data`, a dataset that holds rewards, in place of `environment`. A critic learns the
+    returns beside it; the advantage is the return less what the critic says.
+    """
 
     kind: Literal["awr"] = "awr"
     gamma: float = Field(default=0.99, gt=0, le=1, description="Discount of one action.")
@@ -62,6 +76,7 @@ class AwrSpec(OfflineSpec):
 class RolloutSpec(Spec):
     """What learning from rollouts has in common, whatever the estimator and the loss."""
 
+    collects: ClassVar[bool] = True
     kind: str
     jobs: int = Field(gt=0, le=MAX_ROLLOUTS, description="Rollouts, each one training job (the completion target).")
     num_envs: int = Field(gt=0, le=4096, description="Environments stepped together.")
@@ -91,6 +106,35 @@ class RolloutSpec(Spec):
         le=seeds.ALGORITHM_SEEDS[-1],
         description="Seeds initial weights, action noise, sample order and environments.",
     )
+
+    @property
+    def sample_count(self) -> int:
+        """Samples of one training job."""
+        return self.num_envs * self.rollout_steps
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the actor's log-probabilities and values are computed before the advantages."""
+        return False
+
+    @property
+    def asks_critic(self) -> bool:
+        """Whether values are estimated from and learned."""
+        return True
+
+    @property
+    def episodes_per_start(self) -> int:
+        """Episodes that begin alike, to be compared."""
+        return 1
+
+    @property
+    def estimation(self) -> tuple[str, dict[str, Any]]:
+        """The advantage estimator's kind and its settings, as `kernels.advantages.ESTIMATORS` names and takes them."""
+        raise NotImplementedError
+
+    def single_step(self, samples: int) -> Self:
+        """The same algorithm with one microbatch of `samples`, seen once."""
+        return self.model_copy(update={"microbatch_size": samples})
 
     @property
     def rollout_delay(self) -> int | None:
@@ -129,6 +173,15 @@ class ClippedSpec(RolloutSpec):
     def updates_per_job(self) -> int:
         """Optimizer steps of one job at most."""
         return self.epochs * super().updates_per_job
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the actor's log-probabilities and values are computed before the advantages."""
+        return self.actor_forward
+
+    def single_step(self, samples: int) -> Self:
+        """The same algorithm with one microbatch of `samples`, seen once."""
+        return self.model_copy(update={"microbatch_size": samples, "epochs": 1})
 
 
 class GaeSpec(Spec):
@@ -185,6 +238,12 @@ class PpoSpec(ClippedSpec):
     decoupled: DecoupledSpec | None = Field(
         default=None, description="Correct for policies older than the actor; needs actor_forward. Null: no correction."
     )
+
+    @property
+    def estimation(self) -> tuple[str, dict[str, Any]]:
+        """The advantage estimator's kind and its settings, as `kernels.advantages.ESTIMATORS` names and takes them."""
+        settings = _settings(self.estimator) | {"gamma": self.gamma}
+        return self.estimator.kind, settings | ({} if self.gae_lambda is None else {"gae_lambda": self.gae_lambda})
 
     @model_validator(mode="before")
     @classmethod
@@ -247,6 +306,21 @@ class GrpoSpec(ClippedSpec):
     )
     kl: GroupKlSpec | None = Field(default=None, description="Stay near another policy; null: no penalty.")
 
+    @property
+    def asks_critic(self) -> bool:
+        """Whether values are estimated from and learned."""
+        return False
+
+    @property
+    def episodes_per_start(self) -> int:
+        """Episodes that begin alike, to be compared."""
+        return self.group_size
+
+    @property
+    def estimation(self) -> tuple[str, dict[str, Any]]:
+        """The advantage estimator's kind and its settings, as `kernels.advantages.ESTIMATORS` names and takes them."""
+        return self.baseline.kind, _settings(self.baseline) | {"keep_return": self.keep_return}
+
     @model_validator(mode="after")
     def _bounds_in_order(self) -> GrpoSpec:
         if self.keep_return is not None and self.keep_return[0] > self.keep_return[1]:
@@ -265,5 +339,17 @@ class ReinforceSpec(RolloutSpec):
     value_coef: float = Field(default=0.5, ge=0)
     standardise: bool = Field(default=True, description="Zero mean and unit deviation of a job's advantages.")
 
+    @property
+    def estimation(self) -> tuple[str, dict[str, Any]]:
+        """The advantage estimator's kind and its settings, as `kernels.advantages.ESTIMATORS` names and takes them."""
+        return self.estimator.kind, _settings(self.estimator) | {"gamma": self.gamma}
 
-AlgorithmSpec = Annotated[SftSpec | PpoSpec, Field(discriminator="kind"), ChoiceInForms]
+
+def _settings(spec: Spec) -> dict[str, Any]:
+    return spec.model_dump(exclude={"kind"})
+
+
+RolloutAlgorithm = PpoSpec | GrpoSpec | ReinforceSpec
+AlgorithmSpec = Annotated[SftSpec | AwrSpec | RolloutAlgorithm, Field(discriminator="kind"), ChoiceInForms]
+KINDS_OF_TASK: dict[str, tuple[str, ...]] = {"sft": ("sft",), "rl": ("awr", "grpo", "ppo", "reinforce")}
+"""{task: kinds of algorithm}."""

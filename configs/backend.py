@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from configs.algorithm import AlgorithmSpec, PpoSpec, RolloutSpec
+from configs.algorithm import AlgorithmSpec, RolloutSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.model import ActionModuleSpec, BaseModelSpec, TrainableSpec
 from configs.spec import Spec
@@ -55,7 +55,7 @@ class BackendConfig(Spec):
         """
         module = self.policy.action_module
         small = module.reads == {"action_tokens"} and not module.inside_base
-        return isinstance(self.algorithm, PpoSpec) and small and self.resources.reuse_features != "never"
+        return self.algorithm.collects and small and self.resources.reuse_features != "never"
 
     @property
     def rollout_delay(self) -> int | None:
@@ -63,19 +63,23 @@ class BackendConfig(Spec):
         return self.algorithm.rollout_delay if isinstance(self.algorithm, RolloutSpec) else None
 
     def scheduler_policy(self) -> dict[str, object]:
-        """The bounds that the Training Scheduler keeps for this policy."""
+        """The bounds that the Training Scheduler keeps for this policy.
+
+        Jobs of recorded data move as SFT's, whatever is learned from them: no rollout, no stage before training, never
+        stale. Several tenants' are trained together where they are supervised.
+        """
         delay = self.rollout_delay
         return {
             "policy_key": self.policy_key,
             "tenant_id": self.policy.tenant,
-            "task_type": self.task,
+            "task_type": "rl" if self.algorithm.collects else "sft",
             "domain": self.domain,
             "priority": self.limits.priority,
             # A declared delay is the bound itself: the rollout, and the jobs that it is ahead of.
             "max_in_flight": self.limits.max_in_flight_jobs if delay is None else delay + 1,
             "in_order": delay is not None,
             "completion_target": self.algorithm.jobs,
-            "max_active_rollouts": self.limits.max_active_rollouts if self.task == "rl" else None,
-            "base_model": self.policy.base_model.name,
+            "max_active_rollouts": self.limits.max_active_rollouts if self.algorithm.collects else None,
+            "base_model": None if self.task == "rl" else self.policy.base_model.name,
             "job_bytes": self.sample_count * sum(3 * c.height * c.width for c in self.policy.cameras),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -52,7 +52,7 @@ class CollectRequest(Spec):
 
     dataset: Name = Field(description="Name of the dataset to write.")
     environment: Name = Field(default="pushcube", description="Environment preset.")
-    episodes: int = Field(default=150, gt=0, le=100_000, description="Successful episodes to keep.")
+    episodes: int = Field(default=150, gt=0, le=100_000, description="Episodes to keep.")
     action_noise: float = Field(default=0.3, ge=0, le=2, description="Std of the noise added to executed actions.")
     first_seed: int = Field(
         default=seeds.DEMONSTRATIONS.start,
@@ -60,6 +60,11 @@ class CollectRequest(Spec):
         lt=seeds.DEMONSTRATIONS.stop,
         description=f"First of the consecutive seeds; first_seed + {SEEDS_PER_EPISODE} × episodes + "
         f"{SEEDS_PER_HOST} × hosts is at most {seeds.DEMONSTRATIONS.stop}.",
+    )
+    record: Literal["expert", "executed"] = Field(
+        default="expert",
+        description="The expert's own action, of successful episodes; or the one that was executed, with its reward, "
+        "of all episodes: what offline RL learns from.",
     )
     hosts: int = Field(default=2, gt=0, le=8, description="Simulator processes side by side.")
     replace: bool = Field(default=False, description="Replace a dataset of this name.")

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from configs import seeds
-from configs.algorithm import AlgorithmSpec
+from configs.algorithm import KINDS_OF_TASK, AlgorithmSpec
 from configs.model import ActionModuleSpec, TrainableSpec
 from configs.spec import Name, Spec
 
@@ -20,7 +20,7 @@ class TenantSpec(Spec):
 
 
 class DataSpec(Spec):
-    """Demonstrations to learn from."""
+    """Demonstrations, or recorded episodes with rewards, to learn from."""
 
     dataset: str = Field(
         min_length=1, description="Name of a dataset of this installation, or absolute path of a LeRobot v3 folder."
@@ -104,8 +104,8 @@ class WorkloadSpec(Spec):
         description="Absolute path of a folder with PEFT's adapter_config.json and adapter_model.safetensors: what a "
         "fresh adapter of kind lora begins with. None: A at random and B zero.",
     )
-    data: DataSpec | None = Field(default=None, description="SFT: the demonstrations. RL: none.")
-    environment: Name | None = Field(default=None, description="RL: environment preset. SFT: none.")
+    data: DataSpec | None = Field(default=None, description="SFT and offline RL (awr): the dataset. Else none.")
+    environment: Name | None = Field(default=None, description="RL by rollouts: environment preset. Else none.")
     algorithm: AlgorithmSpec
     evaluation: EvaluationSpec | None = None
     limits: LimitsSpec = LimitsSpec()
@@ -134,13 +134,15 @@ class WorkloadSpec(Spec):
 
     @model_validator(mode="after")
     def _parts_fit_the_task(self) -> Self:
-        wanted = {"sft": "sft", "rl": "ppo"}[self.task]
-        if self.algorithm.kind != wanted:
+        wanted = KINDS_OF_TASK[self.task]
+        if self.algorithm.kind not in wanted:
+            possible = ", ".join(map(repr, wanted))
             raise ValueError(
-                f"algorithm.kind: got {self.algorithm.kind!r} for task {self.task!r}; possible: {wanted!r}; change one"
+                f"algorithm.kind: got {self.algorithm.kind!r} for task {self.task!r}; possible: {possible}; change one"
             )
-        if self.task == "sft" and (self.data is None or self.environment is not None):
-            raise ValueError("data: task 'sft' needs data and takes no environment; set data, remove environment")
-        if self.task == "rl" and (self.environment is None or self.data is not None):
-            raise ValueError("environment: task 'rl' needs environment and takes no data; set environment, remove data")
+        which = f"task {self.task!r}" if self.task == "sft" or self.algorithm.collects else "algorithm 'awr'"
+        if not self.algorithm.collects and (self.data is None or self.environment is not None):
+            raise ValueError(f"data: {which} needs data and takes no environment; set data, remove environment")
+        if self.algorithm.collects and (self.environment is None or self.data is not None):
+            raise ValueError(f"environment: {which} needs environment and takes no data; set environment, remove data")
         return self

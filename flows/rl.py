@@ -1,4 +1,5 @@
-"""Flow `rl`: a tenant's reinforcement learning. It produces rollouts; `preprocess` and `train` consume them."""
+"""Flow `rl`: a tenant's reinforcement learning. It produces rollouts, which `preprocess` and `train` consume; or, for
+offline RL, batches of a dataset with rewards, which `train` consumes."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from configs.algorithm import PpoSpec
+from configs.algorithm import RolloutSpec
 from configs.errors import AdmissionRefused, EnvironmentFault, SpecError, refusal
 from configs.workload import WorkloadSpec
+from flows.sft import produce_demonstrations
 from flows.workload import run_workload
 from tasks.connection import Platform
 from tasks.jobs import DelayedVersions, rollout
@@ -22,10 +24,10 @@ _NO_ROOM_S = 5.0  # hosts and queue rows are other tenants'; nobody tells when t
 
 @flow(name="rl", flow_run_name="rl {workload.tenant.name}")
 async def rl(workload: WorkloadSpec) -> dict[str, Any]:
-    """Train a tenant's policy in its environment, evaluate it and register its adapter."""
+    """Train a tenant's policy in its environment or on its dataset, evaluate it and register its adapter."""
     if workload.task != "rl":
         raise SpecError(refusal("task", workload.task, "rl", "start the flow `sft` for demonstrations"))
-    return await run_workload(workload, produce_rollouts)
+    return await run_workload(workload, produce_rollouts if workload.algorithm.collects else produce_demonstrations)
 
 
 async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id: str) -> None:
@@ -38,7 +40,7 @@ async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id
     """
     logger = get_run_logger()
     backend, algorithm = tenant.backend, tenant.backend.algorithm
-    assert isinstance(algorithm, PpoSpec)
+    assert isinstance(algorithm, RolloutSpec)
     scheduler, inference = await platform.scheduler(), await platform.inference()
     version = await inference.current_version(tenant.name)
     delayed = None if backend.rollout_delay is None else DelayedVersions(backend.rollout_delay, version)

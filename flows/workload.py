@@ -55,7 +55,8 @@ async def run_workload(workload: WorkloadSpec, produce: Producer) -> dict[str, A
 async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_id: str) -> dict[str, Any]:
     evaluation, name = tenant.backend.evaluation, tenant.name
     wanted = evaluation is not None and evaluation.before
-    overlap = wanted and tenant.backend.task == "sft"  # nothing is published before the end: version 0 serves meanwhile
+    # Of recorded data nothing is published before the end: version 0 serves meanwhile.
+    overlap = wanted and not tenant.backend.algorithm.collects
     before = await _evaluate(platform, tenant) if wanted and not overlap else None
     async with asyncio.TaskGroup() as group:
         evaluating = group.create_task(_evaluate(platform, tenant)) if overlap else None
@@ -66,6 +67,7 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
         if evaluating is not None:
             before = await evaluating
     counts = idle.result()
+    nothing_to_learn = await _without_a_step(platform, tenant, run_id)
     training = await platform.training()
     await _still_ours(platform, tenant, run_id)
     version = await training.publish(name)
@@ -84,6 +86,7 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
         "environment": (tenant.backend.environment or tenant.backend.evaluation_environment or _Nothing).name,
         "jobs": {state: counts.get(state, 0) for state in ("completed", "failed", "dropped")},
         "stale_jobs": counts["stale"],
+        "nothing_to_learn": nothing_to_learn,
         "policy_version": version,
         "success_before": before and before["success_rate"],
         "success_after": after and after["success_rate"],
@@ -135,6 +138,12 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant, run_id: str) -> 
             raise JoyNexusError(
                 f"{key}: {lost} jobs were lost against a target of {target}; the last: {jobs[0]['reason']}"
             )
+
+
+async def _without_a_step(platform: Platform, tenant: OpenedTenant, run_id: str) -> int:
+    """Completed jobs of this run that had nothing to learn from, of those that the scheduler still remembers."""
+    jobs = await (await platform.scheduler()).jobs(policy_key=tenant.backend.policy_key, states=["completed"])
+    return sum(job["flow_run_id"] == run_id and job["metadata"].get("nothing_to_learn", False) for job in jobs)
 
 
 async def _still_ours(platform: Platform, tenant: OpenedTenant, run_id: str) -> None:

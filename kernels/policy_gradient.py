@@ -5,10 +5,12 @@ Legend: n samples, H horizon.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from configs.algorithm import PpoSpec
+from configs.algorithm import GrpoSpec, PpoSpec, ReinforceSpec, RolloutAlgorithm
 from kernels.action_modules import ActionModule, Trace
 from kernels.advantages import Moments, standardise
 from kernels.losses import Coefficients, explained_variance, policy_gradient, ppo_counts
@@ -67,6 +69,51 @@ def ppo_coefficients(algorithm: PpoSpec) -> Coefficients:
         kl_coef=None if kl is None else kl.coef,
         kl_estimator="k3" if kl is None else kl.estimator,
     )
+
+
+def grpo_coefficients(algorithm: GrpoSpec) -> Coefficients:
+    """The terms of the loss that a GRPO workload declares: no critic."""
+    kl = algorithm.kl
+    return Coefficients(
+        granularity=algorithm.log_prob_granularity,
+        clip_low=algorithm.clip_coef,
+        clip_high=algorithm.clip_coef if algorithm.clip_high is None else algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        entropy_coef=algorithm.entropy_coef,
+        kl_coef=None if kl is None else kl.coef,
+        kl_reference="behaviour" if kl is None else kl.reference,
+        kl_estimator="k3" if kl is None else kl.estimator,
+    )
+
+
+def reinforce_coefficients(algorithm: ReinforceSpec) -> Coefficients:
+    """The terms of the loss that a REINFORCE workload declares: no ratio, no bounds."""
+    return Coefficients(
+        granularity=algorithm.log_prob_granularity,
+        value_coef=algorithm.value_coef,
+        entropy_coef=algorithm.entropy_coef,
+    )
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What `policy_gradient_update` takes from a declaration; the attributes are its arguments."""
+
+    coefficients: Coefficients
+    epochs: int
+    standardised: bool
+
+
+def update_settings(algorithm: RolloutAlgorithm) -> UpdateSettings:
+    """The update that a workload declares.
+
+    Advantages of groups stay as they are: within its group each is in its scale already.
+    """
+    if isinstance(algorithm, PpoSpec):
+        return UpdateSettings(ppo_coefficients(algorithm), algorithm.epochs, standardised=True)
+    if isinstance(algorithm, GrpoSpec):
+        return UpdateSettings(grpo_coefficients(algorithm), algorithm.epochs, standardised=False)
+    return UpdateSettings(reinforce_coefficients(algorithm), 1, standardised=algorithm.standardise)
 
 
 def policy_gradient_update(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs.algorithm import PpoSpec, SftSpec
+from configs.algorithm import AlgorithmSpec, OfflineSpec
 from configs.errors import TenantFault
 from kernels.action_modules import ActionModule
 from kernels.features import VLAFeature, concatenated
@@ -82,7 +82,7 @@ class Optimizer:
         return 0.5 * (1 + math.cos(math.pi * min(self.steps / self.total_steps, 1.0)))
 
 
-def new_optimizer(module: ActionModule, algorithm: SftSpec | PpoSpec) -> Optimizer:
+def new_optimizer(module: ActionModule, algorithm: AlgorithmSpec) -> Optimizer:
     """A fresh optimizer as the algorithm declares it."""
     spec = algorithm.optimizer
     adam = torch.optim.AdamW(
@@ -92,7 +92,7 @@ def new_optimizer(module: ActionModule, algorithm: SftSpec | PpoSpec) -> Optimiz
         foreach=False,
     )
     total = None
-    if isinstance(algorithm, SftSpec) and algorithm.cosine:
+    if isinstance(algorithm, OfflineSpec) and algorithm.cosine:
         total = algorithm.jobs * algorithm.batches_per_job * algorithm.passes
     return Optimizer(adam, spec.max_grad_norm, spec.learning_rate, 0, total)
 

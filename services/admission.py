@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from configs import presets
-from configs.algorithm import PpoSpec, SftSpec
+from configs.algorithm import RolloutSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.cluster import ClusterSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
@@ -26,6 +26,7 @@ from configs.model import ActionModuleSpec, BaseModelSpec, LoraSpec, PiSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, fitted
+from services.admission_of_rl import faults_of_data, faults_of_module
 from services.environments import renderer
 from storage.demonstrations import LeRobotDataset
 from storage.peft_files import read_adapter
@@ -61,7 +62,8 @@ class TrainingInterface:
 
     Attributes:
         source: where this was read, in words for messages.
-        environment: of RL; None for demonstrations.
+        environment: of rollouts; None for a dataset.
+        rewards: whether that can be learned from, by RL.
     """
 
     cameras: tuple[CameraSpec, ...]
@@ -69,6 +71,7 @@ class TrainingInterface:
     action: StatisticsSpec
     source: str
     environment: EnvironmentSpec | None = None
+    rewards: bool = True
 
 
 def dataset_path(dataset: str, home: Home) -> Path:
@@ -119,6 +122,7 @@ def training_interface(workload: WorkloadSpec, home: Home) -> TrainingInterface:
         dataset.statistics("observation.state"),
         dataset.statistics("action"),
         f"dataset {workload.data.dataset!r}",
+        rewards=dataset.reward is not None,
     )
 
 
@@ -140,7 +144,10 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         _check_job_bytes(faults, workload, training, base, cluster)
         if training.environment is not None:
             _check_renderer(faults, "environment", training.environment, cluster)
-    _check_learning(faults, workload)
+        for fault in faults_of_data(workload, training.environment, training.source, rewards=training.rewards):
+            faults.add(*fault)
+    for fault in faults_of_module(workload):
+        faults.add(*fault)
     _check_reuse(faults, workload)
     if base is not None:
         _check_heads(faults, base, workload.action_module)
@@ -178,7 +185,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         start_from=workload.start_from,
         prefix_key=prefix_key(base),
         algorithm=algorithm,
-        sample_count=sample_count(algorithm),
+        sample_count=algorithm.sample_count,
         environment=environment,
         dataset=str(dataset_path(workload.data.dataset, home)) if workload.data else None,
         evaluation=workload.evaluation,
@@ -202,13 +209,6 @@ def admit_all(workloads: Sequence[WorkloadSpec], home: Home, cluster: ClusterSpe
     if faults.lines:
         raise SpecError("; ".join(faults.lines))
     return [config for config in configs if config is not None]
-
-
-def sample_count(algorithm: SftSpec | PpoSpec) -> int:
-    """Samples of one training job."""
-    if isinstance(algorithm, SftSpec):
-        return algorithm.batches_per_job * algorithm.microbatch_size
-    return algorithm.num_envs * algorithm.rollout_steps
 
 
 def _resident_base(faults: _Faults, workload: WorkloadSpec, cluster: ClusterSpec) -> BaseModelSpec | None:
@@ -241,13 +241,6 @@ def _check_start_from(workload: WorkloadSpec, base: BaseModelSpec) -> None:
         raise SpecError(f"start_from: {error}") from None
 
 
-def _check_learning(faults: _Faults, workload: WorkloadSpec) -> None:
-    module = workload.action_module
-    if workload.task == "rl" and not module.learns_by_rl:
-        possible = f"flow_sde, flow_noise for {module.kind!r} with task 'rl'"
-        faults.add("action_module.policy", None, possible, "declare one, in the supervised workload before it too")
-
-
 def _check_reuse(faults: _Faults, workload: WorkloadSpec) -> None:
     if workload.action_module.inside_base and workload.resources.reuse_features == "shared":
         faults.add(
@@ -277,15 +270,11 @@ def _check_job_bytes(
 ) -> None:
     """One tenant's job must not fill the memory that all share: its pictures, or the features in their place."""
     pictures = sum(3 * camera.height * camera.width for camera in training.cameras)
-    features = 4 * base.num_action_tokens * base.hidden_width if base is not None and workload.task == "rl" else 0
+    features = 4 * base.num_action_tokens * base.hidden_width if base is not None and workload.algorithm.collects else 0
     a_sample = max(pictures, features)
-    samples = sample_count(workload.algorithm)
+    samples = workload.algorithm.sample_count
     if a_sample * samples > cluster.max_job_bytes:
-        terms = (
-            "num_envs × rollout_steps"
-            if isinstance(workload.algorithm, PpoSpec)
-            else "batches_per_job × microbatch_size"
-        )
+        terms = "num_envs × rollout_steps" if workload.algorithm.collects else "batches_per_job × microbatch_size"
         faults.add(
             f"algorithm.{terms}",
             f"{samples} samples of {a_sample} bytes",
@@ -369,7 +358,7 @@ def _check_hosts(faults: _Faults, workload: WorkloadSpec, cluster: ClusterSpec) 
             "ask for fewer hosts",
         )
     num_envs = {}
-    if isinstance(workload.algorithm, PpoSpec):
+    if isinstance(workload.algorithm, RolloutSpec):
         num_envs["algorithm.num_envs"] = workload.algorithm.num_envs
     if workload.evaluation is not None:
         num_envs["evaluation.num_envs"] = workload.evaluation.num_envs

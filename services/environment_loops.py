@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from configs import seeds as seed_ranges
+from configs.algorithm import RolloutSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.environment import EnvironmentSpec
 from configs.errors import EnvironmentFault, JoyNexusError, UnknownObject
@@ -73,9 +74,9 @@ class EnvironmentLoops:
             {"samples", "valid_transitions", "policy_version", "episodes", "successes", "success_rate", …}.
         """
         algorithm, tenant = backend.algorithm, backend.policy.tenant
-        assert algorithm.kind == "ppo"
+        assert isinstance(algorithm, RolloutSpec)
         assert backend.environment is not None
-        number = int(job["metadata"]["rollout"])
+        number, size = int(job["metadata"]["rollout"]), algorithm.episodes_per_start
         num_envs, hosts = algorithm.num_envs, backend.resources.environment_hosts
         async with self._session(backend.environment, num_envs, hosts, tenant, job["job_id"], True) as session:
             with self._progress(job["job_id"], tenant, "rollout", version) as progress:
@@ -84,13 +85,14 @@ class EnvironmentLoops:
                     session,
                     num_envs=num_envs,
                     steps=algorithm.rollout_steps,
-                    seed_of_episode=lambda n: seed_ranges.training_seed(algorithm.seed, number, n),
+                    seed_of_episode=lambda n: seed_ranges.group_seed(algorithm.seed, number, n, size),
+                    group_of_episode=None if size == 1 else lambda n: seed_ranges.group_id(number, n, size),
                     progress=progress,
                 )
-        # What is whole is encoded beside the last forwards.
+        # What is whole is encoded beside the last forwards, which only a critic's estimates need.
         encoded, rest = await asyncio.gather(
             self._run(encode_fields, collected.data, algorithm.microbatch_size),
-            collected.values_after(values, self._values_at_a_time),
+            collected.values_after(values, self._values_at_a_time) if algorithm.asks_critic else _nothing(),
         )
         summary: dict[str, Any] = {
             "samples": len(collected.data["value"]),
@@ -186,6 +188,10 @@ class EnvironmentLoops:
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *args)
+
+
+async def _nothing() -> dict[str, np.ndarray]:
+    return {}
 
 
 async def _tell(environments: lookup.Service, method: str, *args: str) -> None:

@@ -17,15 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.algorithm import PpoSpec, SftSpec
+from configs.algorithm import AlgorithmSpec, AwrSpec, RolloutAlgorithm, RolloutSpec, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules
+from kernels.action_modules import ActionModule, Evaluation
+from kernels.advantage_weighted import awr_update
 from kernels.advantages import ESTIMATORS
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature
 from kernels.lora import load_peft
-from kernels.policy_gradient import ppo_update
+from kernels.policy_gradient import policy_gradient_update, update_settings
 from kernels.updates import Optimizer, SftUpdate, new_optimizer
 from services.feature_store import FeatureStore, KeptFeatures, scope_of
 from services.interface import Interface
@@ -33,16 +35,10 @@ from services.rollout import FEATURE
 from services.training_features import Ask, answered, ask
 from storage.checkpoints import CheckpointStore
 
-ADVANTAGE_FIELDS = (
-    "reward",
-    "valid",
-    "terminated",
-    "truncated",
-    "value",
-    "bootstrap_value",
-    "next_value",
-    "sample_valid",
-)
+ADVANTAGE_FIELDS = ("reward", "valid", "terminated", "truncated", "sample_valid")
+CRITIC_FIELDS = ("value", "bootstrap_value", "next_value")
+REFERENCE = "reference."
+"""Begins the names of the reference policy's parameters beside those of the optimizer in a checkpoint."""
 
 
 class PolicySlot:
@@ -54,6 +50,7 @@ class PolicySlot:
         version: microbatch updates so far.
         optimizers: {policy_key: optimizer}; SFT and RL of one tenant share the module and its version.
         generator: shuffles microbatches.
+        references: {policy_key: the policy that the workload began with}, where its loss holds the policy near that.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -62,19 +59,24 @@ class PolicySlot:
         self.version = 0
         self.optimizers: dict[str, Optimizer] = {}
         self.generator = torch.Generator().manual_seed(config.seed)
+        self.references: dict[str, ActionModule] = {}
         self._interface = Interface(config)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of parameters and optimizer state."""
-        tensors: list[Tensor] = list(self.module.parameters())
+        """Bytes of parameters, of those of reference policies, and of optimizer state."""
+        modules = [self.module, *self.references.values()]
+        tensors: list[Tensor] = [p for module in modules for p in module.parameters()]
         for optimizer in self.optimizers.values():
             tensors += [v for s in optimizer.adam.state.values() for v in s.values() if isinstance(v, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def ensure_optimizer(self, policy_key: str, algorithm: SftSpec | PpoSpec) -> None:
-        """A new workload of this policy starts with a fresh optimizer."""
+    def ensure_optimizer(self, policy_key: str, algorithm: AlgorithmSpec) -> None:
+        """A new workload of this policy starts with a fresh optimizer, and from the policy that it finds."""
         self.optimizers[policy_key] = new_optimizer(self.module, algorithm)
+        self.references.pop(policy_key, None)
+        if isinstance(algorithm, RolloutSpec) and _compared_with(algorithm) == "reference":
+            self.references[policy_key] = copy.deepcopy(self.module).requires_grad_(False).eval()
 
     def start_from(self, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
         """Begin with an adapter that PEFT wrote; the head stays as it was drawn.
@@ -101,7 +103,9 @@ class PolicySlot:
     def trained(
         self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any]
     ) -> tuple[PolicySlot, dict[str, Any]]:
-        """A copy of the slot after the PPO epochs of a job, and what happened; of SFT see `services.training_group`.
+        """A copy of the slot after a job of RL, and what happened; of SFT see `services.training_group`.
+
+        A job that has nothing to learn from makes no step: version and random state stay, and the metrics say so.
 
         Args:
             backbone: the frozen base.
@@ -115,9 +119,12 @@ class PolicySlot:
             TenantFault: if the tenant's numbers are not finite.
         """
         begun, algorithm = time.perf_counter(), backend.algorithm
-        assert isinstance(algorithm, PpoSpec)
         slot = self.copied()
-        metrics = slot._ppo(backbone, slot.optimizers[backend.policy_key], algorithm, data)
+        if isinstance(algorithm, AwrSpec):
+            metrics = slot._advantage_weighted(backbone, backend.policy_key, algorithm, data)
+        else:
+            assert isinstance(algorithm, RolloutSpec)
+            metrics = slot._policy_gradient(backbone, backend.policy_key, algorithm, data)
         return slot, slot.advanced(self, backend.policy_key, metrics, time.perf_counter() - begun)
 
     def advanced(
@@ -148,18 +155,37 @@ class PolicySlot:
     def evaluated(self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """`actor_log_prob` [n, H] and `actor_value` [n] of the partition's actions under the current parameters."""
         del backend  # any RL algorithm asks for the same two columns
-        self.module.eval()
+        scored = self._scored(self.module.eval(), backbone, data)
+        return {"actor_log_prob": scored.log_prob.numpy(), "actor_value": scored.value.numpy()}
+
+    def _scored(self, module: ActionModule, backbone: Backbone, data: Mapping[str, Any]) -> Evaluation:
+        """What `module`, of this tenant's interface, says of the partition's actions; without gradient."""
         with torch.no_grad():
-            proprioception = torch.from_numpy(self._interface.proprioception(data["proprioception"]))
-            scored = self.module.evaluate(
-                self._features(backbone, data, slice(0, len(data["proprioception"]))),
-                proprioception,
+            return module.evaluate(
+                self._features(backbone, data, slice(0, len(data["proprioception"])), module),
+                torch.from_numpy(self._interface.proprioception(data["proprioception"])),
                 self._trace(data),
             )
-        return {"actor_log_prob": scored.log_prob.numpy(), "actor_value": scored.value.numpy()}
 
     def sft_update(self, policy_key: str, spec: SftSpec, data: Mapping[str, Any]) -> SftUpdate:
         """The supervised update of this slot, in place, on a job's samples.
+
+        Raises:
+            TenantFault: if an action that counts is not finite.
+        """
+        return SftUpdate(
+            self.module,
+            self.optimizers[policy_key],
+            proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
+            action=self._recorded_action(data),
+            is_pad=torch.from_numpy(np.asarray(data["action_is_pad"], bool)),
+            microbatch_size=spec.microbatch_size,
+            passes=spec.passes,
+            generator=self.generator,
+        )
+
+    def _recorded_action(self, data: Mapping[str, Any]) -> Tensor:
+        """Normalised, float32 [n, H, A].
 
         Raises:
             TenantFault: if an action that counts is not finite.
@@ -169,44 +195,61 @@ class PolicySlot:
             raise TenantFault(
                 refusal("action", "NaN or infinity", f"finite numbers for {self.config.tenant!r}", "mend it")
             )
-        return SftUpdate(
+        return torch.from_numpy(self._interface.action.normalise(action))
+
+    def _advantage_weighted(
+        self, backbone: Backbone, policy_key: str, algorithm: AwrSpec, data: Mapping[str, Any]
+    ) -> dict[str, float]:
+        return awr_update(
             self.module,
             self.optimizers[policy_key],
+            lambda rows: self._features(backbone, data, rows),
+            algorithm,
+            self.generator,
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
-            action=torch.from_numpy(self._interface.action.normalise(action)),
-            is_pad=torch.from_numpy(np.asarray(data["action_is_pad"], bool)),
-            microbatch_size=spec.microbatch_size,
-            passes=spec.passes,
-            generator=self.generator,
+            action=self._recorded_action(data),
+            valid=torch.from_numpy(~np.asarray(data["action_is_pad"], bool)),
+            returns=torch.from_numpy(data["return"]),
         )
 
-    def _ppo(
-        self, backbone: Backbone, optimizer: Optimizer, spec: PpoSpec, data: Mapping[str, Any]
+    def _policy_gradient(
+        self, backbone: Backbone, policy_key: str, algorithm: RolloutAlgorithm, data: Mapping[str, Any]
     ) -> dict[str, float]:
-        valid = np.asarray(data["valid"], bool) & np.asarray(data["sample_valid"], bool)[:, None]
-        log_prob, value = _estimated_from(spec)
-        return ppo_update(
+        log_prob, value = _estimated_from(algorithm)
+        if algorithm.asks_critic:
+            valid = np.asarray(data["valid"], bool) & np.asarray(data["sample_valid"], bool)[:, None]
+        else:  # of episodes that were compared, and no others
+            valid = np.asarray(data["loss_mask"], bool)
+        settings, reference = update_settings(algorithm), self.references.get(policy_key)
+        compared = None if reference is None else self._scored(reference, backbone, data).log_prob
+        return policy_gradient_update(
             self.module,
-            optimizer,
+            self.optimizers[policy_key],
             lambda rows: self._features(backbone, data, rows),
-            spec,
+            settings.coefficients,
             self.generator,
+            epochs=settings.epochs,
+            microbatch_size=algorithm.microbatch_size,
+            standardised=settings.standardised,
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
             trace=self._trace(data),
             log_prob=torch.from_numpy(data[log_prob]),
             advantage=torch.from_numpy(data["advantage"]),
-            returns=torch.from_numpy(data["return"]),
             valid=torch.from_numpy(valid),
-            old_value=torch.from_numpy(data[value]),
-            behaviour_log_prob=torch.from_numpy(data["log_prob"]) if _asks_for_behaviour(spec) else None,
+            returns=torch.from_numpy(data["return"]) if algorithm.asks_critic else None,
+            old_value=torch.from_numpy(data[value]) if algorithm.asks_critic else None,
+            behaviour_log_prob=torch.from_numpy(data["log_prob"]) if _asks_for_behaviour(algorithm) else None,
+            reference_log_prob=compared,
         )
 
     def _trace(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(data[name]) for name in self.config.action_module.trace}
 
-    def _features(self, backbone: Backbone, data: Mapping[str, Any], rows: slice | Tensor) -> VLAFeature:
-        """Of these rows, for this slot alone; of a module with an adapter in the caller's gradient mode."""
-        (found,) = answered(backbone, [self.ask(backbone, data, rows)])
+    def _features(
+        self, backbone: Backbone, data: Mapping[str, Any], rows: slice | Tensor, module: ActionModule | None = None
+    ) -> VLAFeature:
+        """Of these rows, for the slot's module or another; of one with an adapter in the caller's gradient mode."""
+        (found,) = answered(backbone, [ask(backbone, self._interface, module or self.module, data, rows)])
         if isinstance(found, JoyNexusError):
             raise found
         return found
@@ -228,10 +271,11 @@ class PolicySlot:
         """Write parameters, this policy's optimizer and the random state under the workload's folder."""
         optimizer = self.optimizers[policy_key]
         arrays = {"generator": self.generator.get_state().numpy(), "steps": np.array(optimizer.steps, np.int64)}
-        names = dict(self.module.named_parameters())
-        for name, parameter in names.items():
+        for name, parameter in self.module.named_parameters():
             for key, value in optimizer.adam.state.get(parameter, {}).items():
                 arrays[f"adam.{key}.{name}"] = value.detach().cpu().numpy().copy()
+        if (begun := self.references.get(policy_key)) is not None:
+            arrays |= {REFERENCE + name: array for name, array in action_modules.export_parameters(begun).items()}
         reference = CheckpointStore(folder / "checkpoints").save(
             version=self.version, params=self.parameters(), optimizer=arrays, manifest=manifest
         )
@@ -258,6 +302,9 @@ class PolicySlot:
             optimizer = slot.optimizers[backend.policy_key]
             slot.generator.set_state(torch.from_numpy(checkpoint.optimizer["generator"].copy()))
             optimizer.steps = int(checkpoint.optimizer["steps"])
+            begun = {n.removeprefix(REFERENCE): a for n, a in checkpoint.optimizer.items() if n.startswith(REFERENCE)}
+            if begun and backend.policy_key in slot.references:
+                action_modules.load_parameters(slot.references[backend.policy_key], begun)
             for name, parameter in slot.module.named_parameters():
                 state = {
                     # The moments live where the parameter does, Adam's step counter on the CPU.
@@ -275,23 +322,33 @@ class PolicySlot:
 def training_fields(backend: BackendConfig) -> list[str]:
     """Fields of a partition that the workload's update reads."""
     images = _seen(backend)
-    if isinstance(backend.algorithm, SftSpec):
-        return [*images, "proprioception", "action", "action_is_pad"]
-    names = dict.fromkeys(_estimated_from(backend.algorithm))
-    if _asks_for_behaviour(backend.algorithm):
+    algorithm = backend.algorithm
+    if not isinstance(algorithm, RolloutSpec):
+        returns = ["return"] if isinstance(algorithm, AwrSpec) else []
+        return [*images, "proprioception", "action", "action_is_pad", *returns]
+    log_prob, value = _estimated_from(algorithm)
+    names = dict.fromkeys([log_prob, value] if algorithm.asks_critic else [log_prob])
+    if _asks_for_behaviour(algorithm):
         names["log_prob"] = None
-    trace = backend.policy.action_module.trace
-    return [*images, "proprioception", *trace, *names, "advantage", "return", "valid", "sample_valid"]
+    derived = ["advantage", "return", "valid", "sample_valid"] if algorithm.asks_critic else ["advantage", "loss_mask"]
+    return [*images, "proprioception", *backend.policy.action_module.trace, *names, *derived]
 
 
-def _estimated_from(algorithm: PpoSpec) -> tuple[str, str]:
+def _estimated_from(algorithm: RolloutAlgorithm) -> tuple[str, str]:
     """Fields of log-probabilities and values under the policy that the job begins from: recomputed, or as it acted."""
-    return ("actor_log_prob", "actor_value") if algorithm.actor_forward else ("log_prob", "value")
+    return ("actor_log_prob", "actor_value") if algorithm.recomputes else ("log_prob", "value")
 
 
-def _asks_for_behaviour(algorithm: PpoSpec) -> bool:
+def _compared_with(algorithm: RolloutAlgorithm) -> str | None:
+    """The policy that the loss holds the present one near to; None: none."""
+    coefficients = update_settings(algorithm).coefficients
+    return None if coefficients.kl_coef is None else coefficients.kl_reference
+
+
+def _asks_for_behaviour(algorithm: RolloutAlgorithm) -> bool:
     """Whether the loss also reads what the policy that acted found likely."""
-    return algorithm.decoupled is not None or algorithm.kl is not None
+    weighted = update_settings(algorithm).coefficients.behaviour_weight_cap is not None
+    return weighted or _compared_with(algorithm) == "behaviour"
 
 
 def forward_fields(backend: BackendConfig) -> list[str]:
@@ -306,24 +363,25 @@ def _seen(backend: BackendConfig) -> list[str]:
 
 def advantage_fields(backend: BackendConfig) -> list[str]:
     """Fields that the advantage stage reads."""
-    assert isinstance(backend.algorithm, PpoSpec)
-    return [*ADVANTAGE_FIELDS, *(["actor_value"] if backend.algorithm.actor_forward else [])]
+    algorithm = backend.algorithm
+    assert isinstance(algorithm, RolloutSpec)
+    if not algorithm.asks_critic:
+        return [*ADVANTAGE_FIELDS, "group"]
+    return [*ADVANTAGE_FIELDS, *CRITIC_FIELDS, *(["actor_value"] if algorithm.recomputes else [])]
 
 
-def advantages(data: Mapping[str, np.ndarray], algorithm: PpoSpec) -> dict[str, np.ndarray]:
-    """Derived columns `advantage` [n, H] and `return` [n]; recomputed values take the behaviour's place if there.
+def advantages(data: Mapping[str, np.ndarray], algorithm: RolloutAlgorithm) -> dict[str, np.ndarray]:
+    """Derived columns: `advantage` [n, H], and `return` [n] or, where groups are compared, `loss_mask` [n, H].
 
-    The values of what follows a row (`next_value`, `bootstrap_value`) stay the behaviour policy's where they lie
-    outside the partition; inside they are the next row's.
+    Recomputed values take the behaviour's place if there. The values of what follows a row (`next_value`,
+    `bootstrap_value`) stay the behaviour policy's where they lie outside the partition; inside they are the next row's.
     """
     fields = dict(data)
-    if algorithm.actor_forward:
+    if algorithm.recomputes and algorithm.asks_critic:
         fields["value"] = data["actor_value"]
         following = np.concatenate(
             [data["actor_value"][algorithm.num_envs :], data["next_value"][-algorithm.num_envs :]]
         )
         fields["next_value"] = following.astype(np.float32)
-    settings = algorithm.estimator.model_dump(exclude={"kind"})
-    if algorithm.estimator.kind == "gae":
-        settings["gae_lambda"] = algorithm.gae_lambda
-    return ESTIMATORS[algorithm.estimator.kind](fields, num_envs=algorithm.num_envs, gamma=algorithm.gamma, **settings)
+    kind, settings = algorithm.estimation
+    return ESTIMATORS[kind](fields, num_envs=algorithm.num_envs, **settings)

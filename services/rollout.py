@@ -153,10 +153,13 @@ class Collected:
 class _Collector:
     """What a rollout keeps of its observations, predictions and steps."""
 
-    def __init__(self, num_envs: int, seed_of_episode: Callable[[int], int]) -> None:
+    def __init__(
+        self, num_envs: int, seed_of_episode: Callable[[int], int], group_of_episode: Callable[[int], int] | None
+    ) -> None:
         self.number = list(range(num_envs))  # the episode that each environment is in
         self._num_envs = num_envs
         self._seed_of_episode = seed_of_episode
+        self._group_of_episode = group_of_episode
         self._counting = _Counting(num_envs)
         self._columns: dict[str, list[np.ndarray]] = {}
         self._instructions: list[str] = []
@@ -180,6 +183,8 @@ class _Collector:
             self._keep(name, getattr(prediction, name))
         for name, kept in prediction.trace.items():
             self._keep(name, kept)
+        if self._group_of_episode is not None:
+            self._keep("group", np.array([self._group_of_episode(n) for n in self.number], np.int64))
         self._instructions += observation["instructions"]
 
     def keep_step(self, step: dict[str, Any]) -> None:
@@ -219,6 +224,7 @@ async def collect_rollout(
     steps: int,
     seed_of_episode: Callable[[int], int],
     progress: Progress,
+    group_of_episode: Callable[[int], int] | None = None,
 ) -> Collected:
     """Collect `steps` chunks in each of `num_envs` environments, from a reset on, with same-step auto-reset.
 
@@ -233,11 +239,12 @@ async def collect_rollout(
         steps: T.
         seed_of_episode: environment seed of an episode's number.
         progress: called with (chunks done, chunks in all).
+        group_of_episode: what an episode is compared within, kept as the field `group` int64 [T × E]; None: no group.
 
     Raises:
         EnvironmentFault: if the session breaks the contract's shapes.
     """
-    collector = _Collector(num_envs, seed_of_episode)
+    collector = _Collector(num_envs, seed_of_episode, group_of_episode)
     observation = await session.reset([seed_of_episode(n) for n in collector.number])
     for t in range(steps):
         prediction = await policy(observation)

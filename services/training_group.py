@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.algorithm import PpoSpec, SftSpec
+from configs.algorithm import SftSpec
 from configs.backend import BackendConfig
 from configs.errors import JoyNexusError
 from kernels.backbones import Backbone
@@ -138,7 +138,7 @@ def train_alone(backbone: Backbone, member: Member, store: FeatureStore | None, 
     Raises:
         TenantFault: if the tenant's numbers are not finite.
     """
-    if isinstance(member.backend.algorithm, PpoSpec):
+    if not isinstance(member.backend.algorithm, SftSpec):
         with busy.record("train", {member.tenant: 1}):
             return member.slot.trained(backbone, member.backend, member.data)
     outcomes: list[Trained | Exception] = []

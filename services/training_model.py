@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from configs.algorithm import PpoSpec, SftSpec
+from configs.algorithm import SftSpec
 from configs.backend import BackendConfig
 from configs.errors import Conflict, SpecError, TenantFault, UnknownObject, refusal
 from configs.home import Home
@@ -157,8 +157,9 @@ class TrainingModelService:
                 share its forwards. The result is that of the job alone.
 
         Returns:
-            {"version", "optimizer_steps", "metrics", "seconds", "checkpoint", "register"} (whether the workload's
-            cadence asks for an adapter version now); the same again for a job done before.
+            {"version", "optimizer_steps", "metrics", "seconds", "checkpoint", "register", "nothing_to_learn"}: whether
+            the workload's cadence asks for an adapter version now, and whether the job made no step, so that the
+            version is the one before and nothing was written; the same again for a job done before.
 
         Raises:
             TenantFault: if the tenant's numbers are not finite; the slot stays as it was.
@@ -196,14 +197,16 @@ class TrainingModelService:
     async def _commit(
         self, job: dict[str, Any], backend: BackendConfig, trained: PolicySlot, result: dict[str, Any]
     ) -> None:
-        """Write the checkpoint, then let the trained copy take the slot's place."""
+        """Write the checkpoint, then let the trained copy take the slot's place; without a step there is neither."""
+        result["nothing_to_learn"] = result["optimizer_steps"] == 0
         trained_jobs = self._jobs_trained.get(backend.policy_key, 0) + 1
-        if trained_jobs % backend.outputs.checkpoint_every_jobs == 0:
+        if trained_jobs % backend.outputs.checkpoint_every_jobs == 0 and not result["nothing_to_learn"]:
             folder = self._folders[job["policy_key"]]
             manifest = self._manifest(job["job_id"], backend, trained)
             result["checkpoint"] = await self._run(self._files, trained.save, folder, backend.policy_key, manifest)
-        self._slots[backend.policy.tenant] = trained
-        self._last_job[backend.policy_key] = job["job_id"]
+        if not result["nothing_to_learn"]:
+            self._slots[backend.policy.tenant] = trained
+            self._last_job[backend.policy_key] = job["job_id"]
         self._jobs_trained[backend.policy_key] = trained_jobs
         every = backend.outputs.register_every_jobs
         result["register"] = every is not None and trained_jobs % every == 0
@@ -248,7 +251,6 @@ class TrainingModelService:
         from services.policy_slot import advantage_fields, advantages
 
         backend = self._config(job["policy_key"])
-        assert isinstance(backend.algorithm, PpoSpec)
         stage = "compute_advantages_and_returns"
         meta, data = await self._run(self._files, self._read, job, stage, advantage_fields(backend))
         derived = await self._run(self._compute, advantages, data, backend.algorithm)
@@ -369,9 +371,7 @@ class TrainingModelService:
     def _train_once(self, slot: PolicySlot, backend: BackendConfig, batch: dict[str, np.ndarray]) -> Trained:
         from services.training_group import Member, train_alone
 
-        algorithm = backend.algorithm
-        once = {"epochs": 1} if isinstance(algorithm, PpoSpec) else {"passes": 1}
-        single = algorithm.model_copy(update={"microbatch_size": len(batch["proprioception"]), **once})
+        single = backend.algorithm.single_step(len(batch["proprioception"]))
         member = Member(slot, backend.model_copy(update={"algorithm": single}), batch)
         return train_alone(self._bases[backend.policy.base_model.name].backbone, member, None, self._busy)
 

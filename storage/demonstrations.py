@@ -49,6 +49,7 @@ class LeRobotWriter:
         action_names: Sequence[str] | None = None,
         provenance: Mapping[str, Any] | None = None,
         file_size_mb: int = 100,
+        rewards: bool = False,
     ) -> None:
         """Describe the dataset; nothing is written before the block begins.
 
@@ -63,6 +64,7 @@ class LeRobotWriter:
             action_names: A name each action dimension.
             provenance: JSON on where the demonstrations come from (environment, seeds, noise), kept beside them.
             file_size_mb: A data file that has grown past this is followed by a new one.
+            rewards: Every episode has the reward of each action.
         """
         if fps < 1:
             raise SpecError(refusal("fps", fps, "1 or more", "give frames a second"))
@@ -74,12 +76,14 @@ class LeRobotWriter:
         self._widths = {layout.STATE: state_width, layout.ACTION: action_width}
         self._robot_type = robot_type
         self._provenance = dict(provenance or {})
-        self._features = layout.features(self._cameras, state_width, action_width, state_names, action_names)
+        self._features = layout.features(self._cameras, state_width, action_width, state_names, action_names, rewards)
+        self._rewards = rewards
         self._schema = layout.data_schema(self._features)
         self._file_size_mb = file_size_mb
         self._tasks: dict[str, int] = {}  # {instruction: task_index}
         self._episodes: list[dict[str, Any]] = []
-        self._vectors: dict[str, list[NDArray[Any]]] = {key: [] for key in (*self._widths, *layout.INDEX_FEATURES)}
+        vectors = (*self._widths, *([layout.REWARD] if rewards else []), *layout.INDEX_FEATURES)
+        self._vectors: dict[str, list[NDArray[Any]]] = {key: [] for key in vectors}
         self._images = {name: layout.ImageStats() for name in self._cameras}
         self._frames = 0
         self._file = 0
@@ -118,6 +122,7 @@ class LeRobotWriter:
         state: NDArray[np.float32],
         action: NDArray[np.float32],
         task: str,
+        reward: NDArray[np.float32] | None = None,
     ) -> None:
         """Append one episode of T ≥ 1 frames.
 
@@ -126,19 +131,21 @@ class LeRobotWriter:
             state: Proprioception [T, S]; row t is what the robot was when action t was chosen.
             action: [T, A], environment units.
             task: The instruction.
+            reward: [T], of each action, where the dataset was declared to have rewards; else None.
 
         Raises:
             TenantFault: a camera, shape, dtype or value that does not fit; nothing of the episode is written.
         """
         if self._folder is None:
             raise SpecError("writer: not open; possible: inside its with block; write `with LeRobotWriter(...) as w`")
-        length = self._checked_length(images, state, action, task)
+        length = self._checked_length(images, state, action, task, reward)
         episode, start = len(self._episodes), self._frames
         task_index = self._tasks.setdefault(task, len(self._tasks))
         frame_index = np.arange(length, dtype=np.int64)
         columns: dict[str, NDArray[Any]] = {
             layout.STATE: np.asarray(state, np.float32),
             layout.ACTION: np.asarray(action, np.float32),
+            **({} if reward is None else {layout.REWARD: np.asarray(reward, np.float32)}),
             "timestamp": (frame_index / self._fps).astype(np.float32),
             "frame_index": frame_index,
             "episode_index": np.full(length, episode, np.int64),
@@ -231,17 +238,21 @@ class LeRobotWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _checked_length(self, images: Mapping[str, Any], state: Any, action: Any, task: str) -> int:
+    def _checked_length(self, images: Mapping[str, Any], state: Any, action: Any, task: str, reward: Any) -> int:
         where = f"episode {len(self._episodes)}"
         if sorted(images) != sorted(self._cameras):
             possible = ", ".join(self._cameras)
             raise TenantFault(refusal(f"{where}: cameras", sorted(images), possible, "give each declared camera once"))
         if not task:
             raise TenantFault(refusal(f"{where}: task", task, "an instruction in words", "say what the robot is told"))
+        if (reward is not None) != self._rewards:
+            given, possible = "none" if reward is None else "some", "some" if self._rewards else "none"
+            raise TenantFault(refusal(f"{where}: reward", given, possible, "declare rewards for all episodes or none"))
         length = len(action)
         wanted: dict[str, tuple[Any, tuple[int, ...], str]] = {
             "state": (state, (length, self._widths[layout.STATE]), "f"),
             "action": (action, (length, self._widths[layout.ACTION]), "f"),
+            **({} if reward is None else {"reward": (reward, (length,), "f")}),
             **{f"image of camera {n}": (images[n], (length, h, w, 3), "u") for n, (h, w) in self._cameras.items()},
         }
         for name, (values, shape, kind) in wanted.items():

@@ -90,6 +90,25 @@ class LeRobotDataset:
         stats = self.stats[key]
         return StatisticsSpec(mean=tuple(stats["mean"]), std=tuple(stats["std"]))
 
+    def returns(self, gamma: float) -> NDArray[np.float32]:
+        """Discounted sum of the rewards from each frame to its episode's end, [frames].
+
+        Nothing is assumed to come after the end, whether the episode terminated there or was cut.
+
+        Raises:
+            DataFault: no reward was recorded.
+        """
+        if self.reward is None:
+            known = ", ".join(self.features)
+            raise DataFault(
+                refusal(f"rewards of dataset {self.root.name}", known, f"a column {layout.REWARD}", "record rewards")
+            )
+        found = self.reward.astype(np.float64)
+        for start, stop in self.episode_ranges:
+            for frame in range(stop - 2, start - 1, -1):
+                found[frame] += gamma * found[frame + 1]
+        return found.astype(np.float32)
+
     def sample(
         self, indices: Sequence[int] | NDArray[np.integer[Any]], horizon: int, cameras: Sequence[str] | None = None
     ) -> dict[str, Any]:
@@ -184,7 +203,8 @@ class LeRobotDataset:
             )
 
     def _read_frames(self, total: int) -> None:
-        parts: dict[str, list[NDArray[Any]]] = {k: [] for k in (layout.STATE, layout.ACTION, *layout.INDEX_FEATURES)}
+        own = [key for key in (layout.STATE, layout.ACTION, layout.REWARD) if key in self.features]
+        parts: dict[str, list[NDArray[Any]]] = {k: [] for k in (*own, *layout.INDEX_FEATURES)}
         start = 0
         for path in sorted((self.root / "data").glob("chunk-*/file-*.parquet")):
             try:
@@ -206,6 +226,11 @@ class LeRobotDataset:
             raise self._torn("its frames are not in the order of their index")
         self.state: NDArray[np.float32] = columns[layout.STATE].astype(np.float32, copy=False)  # [frames, S]
         self.action: NDArray[np.float32] = columns[layout.ACTION].astype(np.float32, copy=False)  # [frames, A]
+        self.reward: NDArray[np.float32] | None = None  # [frames], of each frame's action; None: none was recorded
+        if layout.REWARD in columns:
+            self.reward = columns[layout.REWARD][:, 0].astype(np.float32, copy=False)
+            if not np.isfinite(self.reward).all():
+                raise self._torn(f"{layout.REWARD} holds NaN or infinity")
         self._episode_index = columns["episode_index"][:, 0]
         self._task_index = columns["task_index"][:, 0]
         if self._task_index.min() < 0 or self._task_index.max() >= len(self.tasks):

@@ -33,6 +33,7 @@ PROVENANCE = "meta/joynexus.json"
 IMAGE_PREFIX = "observation.images."
 STATE = "observation.state"
 ACTION = "action"
+REWARD = "next.reward"  # of the frame's action; LeRobot's name
 FILES_PER_CHUNK = 1000
 
 # Columns every dataset has beside its own features.
@@ -51,8 +52,10 @@ def features(
     action_width: int,
     state_names: Sequence[str] | None = None,
     action_names: Sequence[str] | None = None,
+    rewards: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """`info.json`'s features: cameras {name: (height, width)}, one state and one action vector, the index columns."""
+    """`info.json`'s features: cameras {name: (height, width)}, one state and one action vector, with `rewards` one
+    number a frame, the index columns."""
     found: dict[str, dict[str, Any]] = {
         IMAGE_PREFIX + name: {"dtype": "image", "shape": [h, w, 3], "names": ["height", "width", "channels"]}
         for name, (h, w) in cameras.items()
@@ -61,6 +64,8 @@ def features(
         stem = key.rsplit(".", 1)[-1]
         shown = list(names) if names is not None else [f"{stem}_{i}" for i in range(width)]
         found[key] = {"dtype": "float32", "shape": [width], "names": shown}
+    if rewards:
+        found[REWARD] = {"dtype": "float32", "shape": [1], "names": None}
     return {**found, **INDEX_FEATURES}
 
 

@@ -24,7 +24,9 @@ FPS = 20
 
 @task(task_run_name="collect {request.dataset}", cache_policy=NO_CACHE)
 async def collect_demonstrations(platform: Platform, request: CollectRequest) -> dict[str, Any]:
-    """Write `request.episodes` successful episodes of consecutive seeds, in the order of their seeds.
+    """Write `request.episodes` episodes of consecutive seeds, in the order of their seeds.
+
+    Of demonstrations only those that succeeded; what was executed is kept with its rewards, however it ended.
 
     Raises:
         Conflict: if a dataset of that name exists and `replace` is not asked for.
@@ -55,6 +57,7 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
         state_width=spec.state_width,
         action_width=spec.action_width,
         robot_type=spec.id,
+        rewards=request.record == "executed",
         provenance={"request": request.model_dump(mode="json"), "versions": opened["versions"]},
     )
     tried = frames = 0
@@ -71,8 +74,8 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
                 episodes = await session.expert_episodes(range(first, first + wanted), request.action_noise)
                 tried += wanted
                 for episode in episodes:
-                    if episode["success"] and writer.episodes < request.episodes:
-                        await asyncio.to_thread(_add, writer, episode, spec.instruction)
+                    if (episode["success"] or request.record == "executed") and writer.episodes < request.episodes:
+                        await asyncio.to_thread(_add, writer, episode, spec.instruction, request.record)
                         frames += len(episode["actions"])
         if writing != folder:
             await asyncio.to_thread(replace_folder, writing, folder)
@@ -86,10 +89,12 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
     return {"dataset": request.dataset, "episodes": request.episodes, "frames": frames, "tried": tried}
 
 
-def _add(writer: LeRobotWriter, episode: dict[str, Any], instruction: str) -> None:
+def _add(writer: LeRobotWriter, episode: dict[str, Any], instruction: str, record: str) -> None:
+    executed = record == "executed"
     writer.add_episode(
         episode["images"],
         np.asarray(episode["proprioception"], np.float32),
-        np.asarray(episode["actions"], np.float32),
+        np.asarray(episode["executed" if executed else "actions"], np.float32),
         instruction,
+        np.asarray(episode["reward"], np.float32) if executed else None,
     )

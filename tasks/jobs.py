@@ -12,7 +12,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from configs.algorithm import PpoSpec, SftSpec
+from configs.algorithm import AwrSpec, OfflineSpec, RolloutSpec
 from configs.errors import Conflict, JoyNexusError, LeaseLost, ServiceUnavailable
 from services import lookup
 from services.scheduler_records import COMPLETED, TERMINAL, delayed_version
@@ -135,8 +135,8 @@ async def rollout(platform: Platform, tenant: OpenedTenant, job: dict[str, Any])
     async with carried_out(platform, job):
         summary: dict[str, Any] = await platform.patiently(lookup.INFERENCE, "rollout", tenant.config, job)
     algorithm = tenant.backend.algorithm
-    assert isinstance(algorithm, PpoSpec)
-    state = "needs_actor_forward" if algorithm.actor_forward else "needs_advantages"
+    assert isinstance(algorithm, RolloutSpec)
+    state = "needs_actor_forward" if algorithm.recomputes else "needs_advantages"
     if not await _hand_on(platform, job, state, {"rollout_summary": summary}):
         return summary
     curves = {
@@ -171,7 +171,7 @@ async def _log_curves(platform: Platform, run: str, curves: dict[str, float], st
 async def build_sft_batch(
     platform: Platform, tenant: OpenedTenant, dataset: LeRobotDataset, job: dict[str, Any]
 ) -> None:
-    """Write the demonstration partition of a reserved job and mark it ready."""
+    """Write the partition of a reserved job from a dataset, with returns where RL learns from it; mark it ready."""
     async with carried_out(platform, job):
         await asyncio.to_thread(_put_demonstrations, platform, tenant, dataset, job)
     await _hand_on(platform, job, "ready")
@@ -179,13 +179,15 @@ async def build_sft_batch(
 
 def _put_demonstrations(platform: Platform, tenant: OpenedTenant, dataset: LeRobotDataset, job: dict[str, Any]) -> None:
     backend, algorithm = tenant.backend, tenant.backend.algorithm
-    assert isinstance(algorithm, SftSpec)
+    assert isinstance(algorithm, OfflineSpec)
     start = int(job["metadata"]["batch"]) * job["sample_count"]
     indices = sample_indices(len(dataset), start, job["sample_count"], algorithm.seed)
     sample = dataset.sample(indices, backend.policy.action_module.horizon)
     distinct, index = indexed_instructions(sample["instructions"])
     data = {f"image.{name}": image for name, image in sample["images"].items()}
     data |= {name: sample[name] for name in ("proprioception", "action", "action_is_pad")}
+    if isinstance(algorithm, AwrSpec):
+        data["return"] = dataset.returns(algorithm.gamma)[indices]
     PartitionStore(platform.home.partitions).put(
         job["partition_id"],
         data | index,
@@ -221,6 +223,9 @@ async def _stage(platform: Platform, job: dict[str, Any], verb: str, next_state:
 async def train_job(platform: Platform, job: dict[str, Any], group: Sequence[str] = ()) -> dict[str, Any]:
     """Have the training service consume the leased job; RL parameters are published before the job completes.
 
+    A job that had nothing to learn from completes all the same, with `nothing_to_learn` in its metadata: it made no
+    version, so there is nothing to publish.
+
     Args:
         platform: the connection.
         job: the leased descriptor.
@@ -230,14 +235,14 @@ async def train_job(platform: Platform, job: dict[str, Any], group: Sequence[str
         # Not `patiently`: a job that hangs would hold up the others' training for hours.
         training = await platform.training()
         result: dict[str, Any] = await training.train_job(job, list(group))
-        if job["task_type"] == "rl":
+        if job["task_type"] == "rl" and not result["nothing_to_learn"]:
             await training.publish(job["tenant_id"])
     # Before the job completes: with the last one the workload ends, and its run takes no more points.
     curves = {f"train/{k}": float(v) for k, v in result["metrics"].items()}
     curves["train/policy_version"] = float(result["version"])
     await _log_curves(platform, job["metadata"]["mlflow_run"], curves, int(result["version"]))
     await clear_partition(platform, job["partition_id"])
-    metadata = {k: result[k] for k in ("version", "optimizer_steps", "metrics", "seconds")}
+    metadata = {k: result[k] for k in ("version", "optimizer_steps", "metrics", "seconds", "nothing_to_learn")}
     if len(group) > 1:
         metadata["trained_with"] = [job_id for job_id in group if job_id != job["job_id"]]
     scheduler = await platform.scheduler()

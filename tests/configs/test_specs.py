@@ -16,6 +16,8 @@ from configs.requests import CollectRequest, EvaluateRequest
 from configs.spec import Spec, parse
 from configs.workload import EvaluationSpec, LimitsSpec, ResourcesSpec, WorkloadSpec
 
+AWR = {"kind": "awr", "jobs": 1, "batches_per_job": 1, "microbatch_size": 1, "optimizer": {"learning_rate": 0.1}}
+
 
 def reach(**changes: Any) -> dict[str, Any]:
     return presets.workload("reach").model_dump(mode="json") | changes
@@ -43,6 +45,8 @@ def test_every_preset_loads_under_its_own_name(kind: str) -> None:
         ({"tenant": {}}, "w: tenant.name: missing; it is required; add it"),
         ({"task": "sft"}, "algorithm.kind: got 'ppo' for task 'sft'; possible: 'sft'; change one"),
         ({"environment": None}, "environment: task 'rl' needs environment and takes no data"),
+        ({"algorithm": AWR}, "data: algorithm 'awr' needs data and takes no environment; set data, remove environment"),
+        ({"algorithm": AWR, "task": "sft"}, "algorithm.kind: got 'awr' for task 'sft'; possible: 'sft'; change one"),
         ({"algorithm": {"kind": "ppo", "gama": 1.0}}, "gama: unknown key; possible: "),
         ({"action_module": {"kind": "oft", "horizon": 0}}, "action_module.horizon: got 0; "),
         ({"action_module": {"horizon": 1}}, "action_module.kind: missing; possible: gr00t, lora, oft, pi; choose one"),

@@ -70,10 +70,10 @@ async def running(platform: PlatformAddresses, home: Home) -> AsyncIterator[Runn
         yield Running(api, client, home)
 
 
-async def collect(platform: PlatformAddresses, home: Home, dataset: str) -> None:
+async def collect(platform: PlatformAddresses, home: Home, dataset: str, **how: Any) -> None:
     """A few demonstrations of Reach-v0, by the flow."""
     async with running(platform, home) as here:
-        request = CollectRequest(dataset=dataset, environment="reach", episodes=6, hosts=1)
+        request = CollectRequest(dataset=dataset, environment="reach", episodes=6, hosts=1, **how)
         await here.completed(await here.api.start("collect", {"request": request.model_dump(mode="json")}))
 
 

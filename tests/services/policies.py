@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from configs import presets
-from configs.algorithm import AdamSpec, PpoSpec, SftSpec
+from configs.algorithm import AdamSpec, GrpoSpec, PpoSpec, ReinforceSpec, RolloutAlgorithm, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.environment import CameraSpec, StatisticsSpec
 from configs.model import MODULE_SPECS, BaseModelSpec
@@ -91,6 +91,18 @@ def backend(
         resources=ResourcesSpec(),
         outputs=OutputsSpec(),
     )
+
+
+ROLLOUT_SPECS: dict[str, type[RolloutAlgorithm]] = {"ppo": PpoSpec, "grpo": GrpoSpec, "reinforce": ReinforceSpec}
+
+
+def rollouts(tenant: str, kind: str, *, module: str = "oft", **fields: Any) -> BackendConfig:
+    """An RL workload of some algorithm on 4 chunks of 2 environments, all 8 samples in one microbatch."""
+    found = backend(tenant, "rl", kind=module)
+    common: dict[str, Any] = {"jobs": 4, "num_envs": 2, "rollout_steps": 4, "microbatch_size": 8}
+    common["optimizer"] = {"learning_rate": 1e-2}
+    algorithm = ROLLOUT_SPECS[kind].model_validate(common | fields)
+    return found.model_copy(update={"algorithm": algorithm})
 
 
 def observation(rows: int, seed: int, *, state_width: int = 2, cameras: tuple[str, ...] = ("top",)) -> dict[str, Any]:

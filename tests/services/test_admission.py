@@ -21,6 +21,7 @@ from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, exported
 from services.admission import admit, admit_all
 from services.environments import renderer
+from storage.demonstrations import LeRobotWriter
 from storage.peft_files import write_adapter
 
 LAPTOP = presets.cluster("laptop")
@@ -309,3 +310,49 @@ def test_where_there_is_no_place_for_an_adapter_none_is_named(changes: dict[str,
         workload(**changes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_groups_that_could_not_be_compared_are_refused(tmp_path: Path) -> None:
+    """32 environments in groups of 6; 19 chunks of one step where an episode may take 20."""
+    assert refused(workload("reach-grpo", algorithm__group_size=6), tmp_path) == [
+        "algorithm.group_size: got 6; possible: 2, 4, 8, 16, 32 with num_envs 32, which it divides; "
+        "change one: the episodes of a group run in environments side by side"
+    ]
+    (fault,) = refused(workload("reach-grpo", algorithm__rollout_steps=19), tmp_path)
+    assert fault.startswith(
+        "algorithm.rollout_steps: got 19; possible: 20 or more with kind 'grpo' (20 steps an episode"
+    )
+    by_twos = workload("reach-grpo", algorithm__rollout_steps=10, action_module__horizon=2)
+    assert admit(by_twos, Home(tmp_path), LAPTOP).sample_count == 320
+
+
+def test_every_algorithm_that_collects_is_admitted_with_modules_that_learn_by_rl(tmp_path: Path) -> None:
+    for name, kind, module in (("reach-grpo", "grpo", "oft"), ("reach-flow", "ppo", "gr00t")):
+        config = admit(workload(name), Home(tmp_path), LAPTOP)
+        assert (config.algorithm.kind, config.policy.action_module.kind) == (kind, module)
+
+
+AWR = {"kind": "awr", "jobs": 2, "batches_per_job": 2, "microbatch_size": 8, "optimizer": {"learning_rate": 0.001}}
+
+
+@pytest.mark.parametrize("rewards", [True, False])
+def test_offline_rl_takes_a_dataset_that_holds_rewards(tmp_path: Path, rewards: bool) -> None:
+    """As jobs of recorded data it has no rollouts, and its jobs are trained alone."""
+    widths = {"cameras": {"top": (64, 64)}, "state_width": 2, "action_width": 2}
+    with LeRobotWriter(tmp_path / "data", fps=10, rewards=rewards, **widths) as writer:
+        picture, vectors = np.zeros((3, 64, 64, 3), np.uint8), np.arange(6, dtype=np.float32).reshape(3, 2)
+        writer.add_episode({"top": picture}, vectors, vectors, "reach", np.ones(3, np.float32) if rewards else None)
+    offline = {"environment": None, "data": {"dataset": str(tmp_path / "data")}, "algorithm": AWR}
+    spec = workload(**offline)
+    if not rewards:
+        (fault,) = refused(spec, tmp_path)
+        assert fault.startswith("data.dataset: got \"dataset '")
+        assert "without rewards\"; possible: datasets with a column next.reward for algorithm 'awr'" in fault
+        return
+    config = admit(spec, Home(tmp_path), LAPTOP)
+    policy = config.scheduler_policy()
+    assert (config.policy_key, config.sample_count, config.dataset) == ("reach.rl", 16, str(tmp_path / "data"))
+    assert (policy["task_type"], policy["max_active_rollouts"], policy["base_model"]) == ("sft", None, None)
+    assert (config.features_travel, config.environment) == (False, None)
+    (fault,) = refused(workload("reach-flow", **offline), tmp_path)
+    assert fault.startswith("action_module.kind: got \"gr00t with algorithm 'awr'\"; possible: lora, oft; ")

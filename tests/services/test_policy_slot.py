@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from configs.algorithm import AwrSpec
 from configs.errors import Conflict
 from configs.home import PROJECT_ROOT
 from kernels import backbones
 from kernels.backbones import Backbone
 from services.busy import BusyLog
 from services.feature_store import FeatureStore
-from services.policy_slot import PolicySlot
+from services.policy_slot import PolicySlot, advantage_fields, advantages, training_fields
 from services.training_group import Member, Trained, train_alone
-from tests.services.policies import BASE, SMALL, backend, observation
+from tests.services.policies import BASE, ROLLOUT_SPECS, SMALL, backend, observation, policy, rollouts
 
 SHORT, LONG = "push", "push the red cube to the green target on the table and then move the gripper back to the left"
 
@@ -99,3 +100,190 @@ def test_a_checkpoint_of_another_interface_is_not_restored(backbone: Backbone, t
     other = config.model_copy(update={"policy": config.policy.model_copy(update={"schema_signature": "f" * 64})})
     with pytest.raises(Conflict, match="schema_signature of the checkpoint of version 2"):
         PolicySlot.restored(other, tmp_path, None, True)
+
+
+def episodes(backbone: Backbone, slot: PolicySlot, config: Any) -> dict[str, Any]:
+    """A rollout of 4 steps in 2 environments, row = 2 t + e, under the slot's policy as recorded.
+
+    Group 7: environment 0's first episode, one step, outcome 1; environment 1's first, two steps, outcome 0.
+    Group 8: environment 1's second, two steps, outcome 5; environment 0's second does not end.
+    """
+    seen, generator = observation(8, 3), np.random.default_rng(4)
+    flags = {name: np.zeros((8, 1), bool) for name in ("terminated", "truncated")}
+    flags["terminated"][0] = flags["truncated"][3] = flags["terminated"][7] = True
+    reward = np.zeros((8, 1), np.float32)
+    reward[0], reward[7] = 1, 5
+    data = {
+        "image.top": seen["images"]["top"],
+        "proprioception": seen["proprioception"],
+        "instructions": seen["instructions"],
+        "action": generator.normal(size=(8, 1, 2)).astype(np.float32),
+        "reward": reward,
+        **flags,
+        "valid": np.ones((8, 1), bool),
+        "sample_valid": np.ones(8, bool),
+        "group": np.array([7, 7, 8, 7, 8, 8, 8, 8], np.int64),
+        "bootstrap_value": np.zeros(8, np.float32),
+        "next_value": np.zeros(8, np.float32),
+    }
+    scored = slot.evaluated(backbone, config, data)
+    data |= {"log_prob": scored["actor_log_prob"], "value": scored["actor_value"], **scored}
+    return data | advantages({name: data[name] for name in advantage_fields(config)}, config.algorithm)
+
+
+def test_groups_of_episodes_reach_the_loss_and_unfinished_ones_do_not(backbone: Backbone) -> None:
+    """Outcomes 1 and 0 are (1 − ½) / ½ = 1 and −1; one alone is 0. Of five valid rows, with ratios of 1, the loss is
+    −(1 − 1 − 1 + 0 + 0) / 5."""
+    config = rollouts("a", "grpo", group_size=2, epochs=1)
+    slot = slot_of(config)
+    data = episodes(backbone, slot, config)
+    assert data["advantage"][:, 0].tolist() == [1, -1, 0, -1, 0, 0, 0, 0]
+    assert data["loss_mask"][:, 0].tolist() == [True, True, False, True, False, True, False, True]
+    assert "return" not in data, "no critic learns"
+    trained, result = trained_alone(backbone, slot, config, {**data, "value": None, "return": None})
+    assert result["metrics"]["policy_loss"] == pytest.approx(0.2, abs=1e-6)
+    assert (result["metrics"]["value_loss"], result["metrics"]["kl"]) == (0, 0)
+    assert (trained.version, result["optimizer_steps"]) == (1, 1)
+
+
+def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_checkpoint(
+    backbone: Backbone, tmp_path: Any
+) -> None:
+    """First job: 0. Second: mean of (r − 1) − log r, r = π_begun / π, over rows that carry loss; so after a restart.
+
+    Reference: the estimate in numpy from the two policies' own log-probabilities, float64.
+    """
+    config = rollouts("a", "grpo", group_size=2, epochs=1, kl={"coef": 0.5})
+    begun = slot_of(config)
+    data = episodes(backbone, begun, config)
+    first, result = trained_alone(backbone, begun, config, data)
+    assert result["metrics"]["kl"] == 0
+    log_ratio = (
+        begun.evaluated(backbone, config, data)["actor_log_prob"].astype(np.float64)
+        - first.evaluated(backbone, config, data)["actor_log_prob"]
+    )[data["loss_mask"]]
+    expected = (np.exp(log_ratio) - 1 - log_ratio).mean()
+    assert expected > 1e-5
+    _, result = trained_alone(backbone, first, config, data)
+    assert result["metrics"]["kl"] == pytest.approx(expected, rel=1e-3)
+    first.save(tmp_path, config.policy_key, {"schema_signature": config.policy.schema_signature})
+    restored = PolicySlot.restored(config, tmp_path, None, True)
+    assert restored.num_bytes == first.num_bytes > slot_of(rollouts("a", "grpo", group_size=2)).num_bytes
+    _, again = trained_alone(backbone, restored, config, data)
+    assert again["metrics"] == result["metrics"]
+
+
+def test_reinforce_descends_on_log_probabilities_times_what_the_critic_did_not_expect(backbone: Backbone) -> None:
+    """−mean of (G − V) log π over all 8 rows, with γ = 1 and advantages as they are; one pass, whatever the module.
+
+    Returns by hand: environment 0: 1, then 0, 0, 0 and V(next) = 0; environment 1: 0, 0, then 5, 5.
+    """
+    returns = np.array([1, 0, 0, 0, 0, 5, 0, 5], np.float64)
+    for module in ("oft", "lora"):
+        config = rollouts("a", "reinforce", gamma=1.0, standardise=False, module=module)
+        slot = slot_of(config)
+        data = episodes(backbone, slot, config)
+        assert data["return"].tolist() == returns.tolist()
+        expected = -((returns - data["value"]) * data["log_prob"][:, 0]).mean()
+        trained, result = trained_alone(backbone, slot, config, data)
+        assert result["metrics"]["policy_loss"] == pytest.approx(expected, rel=1e-4)
+        assert (trained.version, result["metrics"]["clip_fraction"]) == (1, 0)
+        assert result["metrics"]["value_loss"] > 0
+
+
+def test_a_job_with_nothing_to_learn_from_leaves_version_and_random_state(backbone: Backbone) -> None:
+    """Both outcomes of the group alike."""
+    config = rollouts("a", "grpo", group_size=2)
+    slot = slot_of(config)
+    data = episodes(backbone, slot, config)
+    data["advantage"] = np.zeros_like(data["advantage"])
+    trained, result = trained_alone(backbone, slot, config, data)
+    assert (result["version"], result["optimizer_steps"], result["metrics"]) == (0, 0, {"nothing_to_learn": 1.0})
+    assert torch.equal(trained.generator.get_state(), slot.generator.get_state())
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "read"),
+    [
+        ("ppo", {}, {"log_prob", "value", "advantage", "return", "valid", "sample_valid"}),
+        ("reinforce", {}, {"log_prob", "value", "advantage", "return", "valid", "sample_valid"}),
+        ("grpo", {"group_size": 2}, {"log_prob", "advantage", "loss_mask"}),
+        ("grpo", {"group_size": 2, "actor_forward": True}, {"actor_log_prob", "advantage", "loss_mask"}),
+        (
+            "grpo",
+            {"group_size": 2, "actor_forward": True, "kl": {"coef": 0.1, "reference": "behaviour"}},
+            {"actor_log_prob", "log_prob", "advantage", "loss_mask"},
+        ),
+    ],
+)
+def test_an_update_reads_what_its_algorithm_uses_and_no_more(kind: str, fields: dict[str, Any], read: set[str]) -> None:
+    config = rollouts("a", kind, **fields)
+    seen = {"feature.action_tokens", "proprioception", "action"}
+    assert set(training_fields(config)) == read | seen
+    estimated = set(advantage_fields(config))
+    assert ("group" in estimated) == (kind == "grpo")
+    assert ("value" in estimated) == (kind != "grpo")
+    assert set(ROLLOUT_SPECS) == {"ppo", "grpo", "reinforce"}
+
+
+def recorded(config: Any, count: int) -> dict[str, Any]:
+    """Samples of one scene in which actions of +1.5 are worth 1 and those of −0.5 nothing: ±½ when normalised."""
+    good = np.arange(count) % 2 == 0
+    action = np.where(good, 1.5, -0.5).astype(np.float32)[:, None, None].repeat(2, axis=2)
+    seen = {name: np.repeat(samples(1)[name], count, axis=0) for name in ("image.top", "proprioception")}
+    return (
+        samples(count) | seen | {"instructions": [SHORT] * count, "action": action, "return": good.astype(np.float32)}
+    )
+
+
+def awr(**fields: Any) -> Any:
+    found = backend("a", "rl")
+    settings = {"jobs": 2, "batches_per_job": 1, "microbatch_size": 8, "cosine": False} | fields
+    algorithm = AwrSpec.model_validate({"optimizer": {"learning_rate": 1e-2}} | settings)
+    return found.model_copy(update={"algorithm": algorithm, "environment": None})
+
+
+def test_recorded_actions_count_by_how_much_better_they_were_than_the_critic_expected(backbone: Backbone) -> None:
+    """One step on 8 samples of which the last is padded: −mean of min(exp((G − V) / ½), 3) · log π over the other 7,
+    and half the mean squared error of V.
+
+    Reference: numpy, float64, from the slot's own log-probabilities and values of the normalised actions.
+    """
+    config = awr(temperature=0.5, weight_cap=3.0)
+    slot, data = slot_of(config), recorded(awr(), 8)
+    data["action_is_pad"][7], data["action"][7] = True, np.nan
+    scored = slot.evaluated(backbone, config, data | {"action": np.nan_to_num((data["action"] - 0.5) / 2)})
+    value, log_prob = (scored[name].astype(np.float64)[:7] for name in ("actor_value", "actor_log_prob"))
+    weight = np.minimum(np.exp((data["return"][:7] - value) / 0.5), 3.0)
+    trained, result = trained_alone(backbone, slot, config, data)
+    metrics = result["metrics"]
+    assert metrics["policy_loss"] == pytest.approx(-(weight * log_prob[:, 0]).mean(), rel=1e-4)
+    assert metrics["value_loss"] == pytest.approx(0.5 * ((value - data["return"][:7]) ** 2).mean(), rel=1e-4)
+    assert metrics["weight_mean"] == pytest.approx(weight.mean(), rel=1e-4)
+    assert metrics["capped_fraction"] == pytest.approx((weight == 3.0).mean())
+    assert (trained.version, metrics["nothing_to_learn"]) == (1, 0)
+    assert {"action", "action_is_pad", "return"} < set(training_fields(config))
+
+
+def test_offline_rl_learns_the_better_of_two_recorded_actions(backbone: Backbone) -> None:
+    """The policy imitates both at a large temperature, and the better one at a small one; lora is scored as oft is."""
+    for kind in ("oft", "lora"):
+        means = []
+        for temperature in (100.0, 0.1):
+            config = awr(temperature=temperature, passes=24)
+            config = config.model_copy(update={"policy": policy("a", kind=kind)})
+            slot = slot_of(config)
+            trained, _ = trained_alone(backbone, slot, config, recorded(config, 16))
+            with torch.no_grad():
+                feature = trained._features(backbone, recorded(config, 16), slice(0, 16))
+                state = torch.from_numpy(recorded(config, 16)["proprioception"])
+                means.append(trained.module.act(feature, state, None).action.mean().item())
+        assert abs(means[0]) < 0.2
+        assert means[1] > 0.3, "towards +½"
+
+
+def test_a_dataset_in_which_all_is_padding_teaches_nothing(backbone: Backbone) -> None:
+    config = awr()
+    data = recorded(config, 8) | {"action_is_pad": np.ones((8, 1), bool)}
+    _, result = trained_alone(backbone, slot_of(config), config, data)
+    assert (result["version"], result["metrics"]) == (0, {"nothing_to_learn": 1.0})

@@ -99,6 +99,7 @@ def test_truncation_is_bootstrapped_from_the_final_observation_of_that_environme
     """
     data, _, _ = collect(CountingSession(2, {0: 2, 1: 9, 2: 9}), num_envs=2, steps=3)
     np.testing.assert_array_equal(data["bootstrap_value"], [0, 0, 2, 0, 0, 0])
+    assert "group" not in data, "nothing is compared where no group was asked for"
     np.testing.assert_array_equal(data["truncated"][:, 0], [False, False, True, False, False, False])
 
 
@@ -134,8 +135,15 @@ def test_episodes_of_a_group_begin_alike_in_environments_side_by_side() -> None:
     a = seeds.group_seed(0, 3, 0, 2)
     session = CountingSession(4, {a: 1, a + 1: 9, a + 2: 9})
     data, instructions, _ = collect(
-        session, seed_of_episode=lambda n: seeds.group_seed(0, 3, n, 2), num_envs=4, steps=2
+        session,
+        seed_of_episode=lambda n: seeds.group_seed(0, 3, n, 2),
+        group_of_episode=lambda n: seeds.group_id(3, n, 2),
+        num_envs=4,
+        steps=2,
     )
+    first = 3 * 2**32
+    assert data["group"].dtype == np.int64
+    assert (data["group"] - first).tolist() == [0, 0, 1, 1, 2, 2, 1, 1]
     assert session.resets == [a, a, a + 1, a + 1, a + 2, a + 2]
     assert instructions == [f"seed {seed}" for seed in (a, a, a + 1, a + 1, a + 2, a + 2, a + 1, a + 1)]
     np.testing.assert_array_equal(data["proprioception"][:4, 1], 0)

@@ -17,7 +17,7 @@ from kernels import backbones
 from services.feature_store import SHARED
 from services.rollout import FEATURE
 from services.training_model import TrainingModelService
-from tests.services.policies import BASE, BASES, SMALL, backend, job, observation, put_demonstrations
+from tests.services.policies import BASE, BASES, SMALL, backend, job, observation, put_demonstrations, rollouts
 
 KINDS = ("oft", "pi", "lora")
 Parameters = dict[str, np.ndarray]
@@ -216,18 +216,21 @@ def _seen(config: Any, seen: dict[str, Any]) -> dict[str, np.ndarray]:
     return {FEATURE: feature.action_tokens.numpy()}
 
 
-def _rollout(tmp_path: Path, config: Any, *, log_prob: np.ndarray | None = None) -> dict[str, Any]:
-    """An RL partition of 4 steps in 2 environments with behaviour values and rewards from a fixed generator."""
+def _rollout(tmp_path: Path, config: Any, *, number: int = 0, **columns: np.ndarray) -> dict[str, Any]:
+    """An RL partition of 4 steps in 2 environments with behaviour values and rewards from a fixed generator.
+
+    `columns` are others in their place, or further ones.
+    """
     from storage.partitions import PartitionStore
 
     rng = np.random.default_rng(5)
     seen = observation(8, 5)
-    described = job(config) | {"behavior_policy_version": 0}
+    described = job(config, number) | {"behavior_policy_version": 0}
     data = {
         **_seen(config, seen),
         "proprioception": seen["proprioception"],
         "action": rng.normal(size=(8, 1, 2)).astype(np.float32),
-        "log_prob": rng.normal(size=(8, 1)).astype(np.float32) if log_prob is None else log_prob,
+        "log_prob": rng.normal(size=(8, 1)).astype(np.float32),
         "value": rng.normal(size=8).astype(np.float32),
         "reward": rng.normal(size=(8, 1)).astype(np.float32),
         "valid": np.ones((8, 1), bool),
@@ -237,6 +240,7 @@ def _rollout(tmp_path: Path, config: Any, *, log_prob: np.ndarray | None = None)
         "bootstrap_value": np.zeros(8, np.float32),
         "sample_valid": np.ones(8, bool),
         "done": np.zeros(8, bool),
+        **columns,
     }
     PartitionStore(partitions(tmp_path)).put(
         described["partition_id"],
@@ -265,6 +269,41 @@ def test_rl_stages_add_their_columns_and_training_moves_the_policy(
         assert result["metrics"]["grad_norm"] > 0
 
     asyncio.run(main())
+
+
+def test_a_job_with_nothing_to_learn_from_makes_no_version_and_says_so(
+    service: TrainingModelService, tmp_path: Path
+) -> None:
+    """All rewards alike in two groups of episodes of one step; the next job, with unequal ones, makes version 1."""
+
+    async def main() -> None:
+        config = rollouts("a", "grpo", group_size=2, epochs=1)
+        await opened(service, tmp_path, config)
+        before = await parameters(service, "a")
+        alike = _rollout(tmp_path, config, **_ended(np.ones(8)))
+        await service.compute_advantages(alike)
+        result = await service.train_job(alike)
+        assert result["nothing_to_learn"] is True
+        assert (result["version"], result["optimizer_steps"], result["checkpoint"]) == (0, 0, None)
+        assert await service.versions() == {"a": 0}
+        assert equal(before, await parameters(service, "a"))
+        assert not list(tmp_path.rglob("checkpoints/*"))
+        unequal = _rollout(tmp_path, config, number=1, **_ended(np.arange(8)))
+        await service.compute_advantages(unequal)
+        result = await service.train_job(unequal)
+        assert (result["nothing_to_learn"], result["version"]) == (False, 1)
+        assert result["checkpoint"]["version"] == 1
+
+    asyncio.run(main())
+
+
+def _ended(reward: np.ndarray) -> dict[str, np.ndarray]:
+    """Episodes of one step, those of one step in a group."""
+    return {
+        "reward": reward.astype(np.float32)[:, None],
+        "terminated": np.ones((8, 1), bool),
+        "group": np.repeat(np.arange(4), 2),
+    }
 
 
 def test_with_frozen_weights_the_recomputed_ratio_is_one(service: TrainingModelService, tmp_path: Path) -> None:

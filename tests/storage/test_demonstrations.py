@@ -325,3 +325,32 @@ def test_a_replacement_that_cannot_be_moved_leaves_the_old_dataset(tmp_path: Pat
     with pytest.raises(FileNotFoundError):
         replace_folder(tmp_path / "never-written", tmp_path / "old")
     assert LeRobotDataset(tmp_path / "old").sample([0], horizon=1)["instructions"]
+
+
+def test_rewards_are_kept_and_returns_end_with_their_episode(tmp_path: Path) -> None:
+    """γ = ½, by hand: 1 + ½ · 2 + ¼ · 4 = 3, 2 + ½ · 4 = 4, 4; an episode of one frame; 0 + … + 8 / 16."""
+    rewards = ([1, 2, 4], [7], [0, 0, 0, 0, 8])
+    with LeRobotWriter(tmp_path / "d", fps=20, cameras=CAMERAS, rewards=True, **WIDTHS) as writer:
+        for number, reward in enumerate(rewards):
+            writer.add_episode(**episode(number, len(reward)), task="push it", reward=np.array(reward, np.float32))
+        with pytest.raises(TenantFault, match="episode 3: reward: got 'none'; possible: some"):
+            writer.add_episode(**episode(3, 2), task="push it")
+        with pytest.raises(TenantFault, match=r"episode 3: reward: got 'float32 \[3\]'; possible: float32 \[2\]"):
+            writer.add_episode(**episode(3, 2), task="push it", reward=np.zeros(3, np.float32))
+    found = LeRobotDataset(tmp_path / "d")
+    assert found.reward is not None
+    assert found.reward.tolist() == [1, 2, 4, 7, 0, 0, 0, 0, 8]
+    assert found.returns(0.5).tolist() == [3, 4, 4, 7, 0.5, 1, 2, 4, 8]
+    assert found.returns(0.5).dtype == np.float32
+    assert found.stats["next.reward"]["max"] == [8]
+
+
+def test_a_dataset_without_rewards_has_no_returns(folder: Path, tmp_path: Path) -> None:
+    found = LeRobotDataset(folder)
+    assert found.reward is None
+    with pytest.raises(DataFault, match=r"rewards of dataset demos: got .*; possible: a column next.reward"):
+        found.returns(0.9)
+    with LeRobotWriter(tmp_path / "d", fps=20, cameras=CAMERAS, **WIDTHS) as writer:
+        writer.add_episode(**episode(0, 1), task="push it")
+        with pytest.raises(TenantFault, match="reward: got 'some'; possible: none"):
+            writer.add_episode(**episode(1, 1), task="push it", reward=np.zeros(1, np.float32))

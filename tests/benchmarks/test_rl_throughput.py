@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import threading
 import time
@@ -20,6 +21,8 @@ from kernels.advantages.gae import gae
 from kernels.features import VLAFeature
 from kernels.policy_gradient import ppo_update
 from kernels.updates import new_optimizer
+from services.environment_client import SessionClient
+from services.environment_service import EnvironmentService
 from services.environments.adapter import make_adapter
 from services.environments.reach import MAX_EPISODE_STEPS, ReachEnv
 
@@ -193,19 +196,72 @@ def test_the_waiting_environment_is_reach_and_waits_once_a_step() -> None:
     plain.close()
 
 
-def test_both_pictures_are_drawn(tmp_path: Path) -> None:
-    """Of the rows that the benchmark makes."""
-    report = rl_throughput.report.Report()
-    seconds = {"collect_s": 2.0, "handed on_s": 0.1, "estimate_s": 0.1, "update_s": 0.5}
-    for environment, way in (
-        ("reach", "platform"),
-        ("reach", "single file"),
-        ("reach", "two in flight"),
-        ("waiting", "platform"),
-        ("waiting", "single file"),
-        ("waiting", "three tenants"),
-    ):
-        report.add(environment=environment, way=way, steps_per_second=100.0, **seconds)
+def test_a_host_process_steps_the_waiting_environment() -> None:
+    """It is found there by its id alone; a session of two ends an episode and goes on."""
+
+    async def main() -> None:
+        service = EnvironmentService(1)
+        try:
+            opened = await service.open(
+                {
+                    "environment": waiting_reach.spec().model_dump(mode="json"),
+                    "num_envs": 2,
+                    "hosts": 1,
+                    "tenant_id": "one",
+                    "request_id": "one",
+                }
+            )
+            session = SessionClient.direct(opened)
+            await session.reset([1, 2])
+            for _ in range(MAX_EPISODE_STEPS):
+                step = await session.batch_step(np.zeros((2, 1, 2), np.float32), [3, 4])
+            assert step["truncated"].tolist() == [[True], [True]]
+            alone = ReachEnv()
+            for row, seed in enumerate((3, 4)):
+                first, _ = alone.reset(seed=seed)
+                np.testing.assert_array_equal(step["observation"]["images"]["top"][row], first["image"])
+            session.disconnect()
+        finally:
+            await service.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_rows_ratios_and_pictures_are_of_the_turns(tmp_path: Path) -> None:
+    """Hand numbers: a ratio is the median over the rounds, a row's seconds the means over its jobs."""
+    ours = {"collect": 2.0, "handed on": 0.1, "estimate": 0.1, "update": 0.5}
+    theirs = {"collect": 1.0, "estimate": 0.0, "update": 0.5}
+    rates = {
+        ("reach", "single file"): [100.0, 100.0, 300.0],
+        ("reach", "platform"): [90.0, 100.0],
+        ("reach", "two in flight"): [150.0, 150.0],
+        ("waiting", "platform"): [50.0, 40.0],
+        ("waiting", "single file"): [100.0, 50.0],
+        ("waiting", "three tenants"): [100.0, 60.0],
+    }
+    jobs = {key: [theirs if key[1] == "single file" else ours] for key in rates}
+    jobs["waiting", "platform"] = [ours, ours | {"collect": 4.0}]
+    report = rl_throughput.report_of(rates, jobs)
+    assert {key: value for key, value in report.summary.items() if not key.endswith(("_low", "_high"))} == {
+        "one_tenant_ratio": pytest.approx((0.9 + 0.5) / 2),
+        "one_tenant_two_in_flight_ratio": pytest.approx((1.5 + 0.5) / 2),
+        "waiting_one_tenant_ratio": pytest.approx((0.5 + 0.8) / 2),
+        "three_tenant_ratio": pytest.approx((2.0 + 1.5) / 2),
+        "three_tenant_over_single_files": pytest.approx((1.0 + 1.2) / 2),
+    }
+    assert (report.summary["three_tenant_ratio_low"], report.summary["three_tenant_ratio_high"]) == (1.5, 2.0)
+    assert report.rows[3] == {
+        "environment": "waiting",
+        "way": "platform",
+        "steps_per_second": 45.0,
+        "low": 40.0,
+        "high": 50.0,
+        "turns": 2,
+        "collect_s": 3.0,
+        "handed on_s": 0.1,
+        "estimate_s": 0.1,
+        "update_s": 0.5,
+    }
     rl_throughput.draw(report, tmp_path / "out.png")
     for name in ("out.png", "out_split.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.charts import lines
-from benchmarks.group_batching import ACTION, HORIZON, STATE, TINY_MODULES, interval
+from benchmarks.group_batching import STATE, TINY_MODULES, interval
 from configs import presets
 from configs.model import BaseModelSpec
 from kernels import action_modules
@@ -71,7 +71,7 @@ def _point(base: BaseModelSpec, kind: str, tenants: int, rows: int, rounds: int)
     stacked = stacking.stack(modules)
     feature = _feature(base, tenants * rows, generator).only(modules[0].reads)
     state = torch.randn(tenants * rows, STATE, generator=generator)
-    noise = torch.randn(tenants * rows, HORIZON, ACTION, generator=generator)
+    noise = modules[0].draw(tenants * rows, generator)
     owned = [slice(t * rows, (t + 1) * rows) for t in range(tenants)]
 
     def together() -> None:
@@ -79,7 +79,7 @@ def _point(base: BaseModelSpec, kind: str, tenants: int, rows: int, rounds: int)
 
     def one_by_one() -> None:
         for module, own in zip(modules, owned, strict=True):
-            module.decode(feature[own], state[own], noise[own])
+            module.decode(feature[own], state[own], {name: drawn[own] for name, drawn in noise.items()})
 
     ways: dict[str, Callable[[], None]] = {"stacked": together, "one_by_one": one_by_one}
     seconds: dict[str, list[float]] = {way: [] for way in ways}

@@ -283,7 +283,7 @@ def test_an_adapter_to_start_from_must_be_the_declared_one(tmp_path: Path) -> No
         (told,) = refused(workload(action_module=declared | changes, start_from=path), tmp_path)
         assert told.startswith(fault)
     (told,) = refused(workload(action_module=declared, start_from=str(tmp_path / "none")), tmp_path)
-    assert told.startswith(f"start_from: {tmp_path}/none: got ")
+    assert told.startswith(f"start_from: {tmp_path}/none/adapter_config.json: got ")
     assert told.endswith("adapter_config.json and adapter_model.safetensors; save the adapter with PEFT's safetensors")
 
 

@@ -69,15 +69,23 @@ def _computations(
         of_policy.setdefault(policy, []).append(each)
     for policies in alike.values():
         policies.sort(key=lambda p: (p.config.tenant, p.version))  # the same company, the same stack
-        counts = [sum(each.request.prefix.rows for each in of_policy[p]) for p in policies]
-        first = policies[0].module
-        stack = None
-        if len(policies) > 1 and stacking.is_faster(first.spec.kind, first.device.type, counts):
-            stack = stacks.find(policies)
+        company = _worth_stacking({p: sum(each.request.prefix.rows for each in of_policy[p]) for p in policies})
+        stack = stacks.find(company) if company else None
         if stack is not None:
-            yield stack, [of_policy[p] for p in policies]
-        else:
-            yield from ((p.module, [of_policy[p]]) for p in policies)
+            yield stack, [of_policy[p] for p in company]
+        yield from ((p.module, [of_policy[p]]) for p in policies if stack is None or p not in company)
+
+
+def _worth_stacking(rows: dict[ServingPolicy, int]) -> list[ServingPolicy]:
+    """Of policies of one architecture those that are faster together: without the ones with most rows, which would fill
+    up all the others, as long as that is what makes it slower; none if no two are left."""
+    company = list(rows)
+    module = company[0].module
+    while len(company) > 1:
+        if stacking.is_faster(module.spec.kind, module.device.type, [rows[p] for p in company]):
+            return company
+        company.remove(max(company, key=rows.__getitem__))
+    return []
 
 
 def _decoded(

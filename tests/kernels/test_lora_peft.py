@@ -16,7 +16,7 @@ from configs.algorithm import AdamSpec, SftSpec
 from configs.errors import SpecError
 from configs.model import LoraSpec, LoraTarget, OftSpec
 from kernels import action_modules
-from kernels.backbones import Backbone, Qwen3VlBackbone
+from kernels.backbones import Backbone, PaliGemmaBackbone, Qwen3VlBackbone
 from kernels.lora import LoraWeights, load_peft, to_peft
 from kernels.peft_adapters import peft_settings
 from kernels.updates import new_optimizer, sft_update
@@ -62,6 +62,21 @@ def test_an_exported_adapter_loads_with_peft_and_gives_the_same_outputs(backbone
     ours = tokens(backbone, weights)
     assert (ours - tokens(theirs)).abs().max() <= 1e-6
     assert (ours - tokens(backbone)).abs().max() > 0.01  # so much does the adapter change
+
+
+def test_adapters_of_the_other_family_go_both_ways_too(tmp_path: Path) -> None:
+    """PaliGemma: ours into PEFT, and what PEFT then saves back to us."""
+    base = presets.base_model("tiny-paligemma")
+    ours, theirs = (PaliGemmaBackbone.random(base, seed=0) for _ in range(2))
+    weights, again = (LoraWeights(base, 4, 6.0, TARGETS, torch.Generator().manual_seed(n)) for n in (0, 1))
+    filled(weights, 100)
+    write_adapter(tmp_path / "ours", *to_peft(weights, base))
+    loaded = peft.PeftModel.from_pretrained(theirs.model, str(tmp_path / "ours"))
+    assert (tokens(ours, weights) - tokens(theirs)).abs().max() <= 1e-6
+    assert (tokens(ours, weights) - tokens(ours)).abs().max() > 0.01
+    loaded.save_pretrained(str(tmp_path / "theirs"))
+    load_peft(again, *read_adapter(tmp_path / "theirs"))
+    assert all(torch.equal(a, b) for a, b in zip(weights.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*language_model.*\.(k_proj|gate_proj)"])

@@ -129,9 +129,9 @@ def test_what_torch_cannot_compute_for_one_is_computed_for_the_others(backbone: 
         assert "action module of tenant 'b' failed" in str(found[1])
 
 
-@pytest.mark.parametrize(("rows", "used"), [((2, 1, 1), True), ((3, 1, 1), False), ((1, 1), True), ((3,), False)])
+@pytest.mark.parametrize(("rows", "used"), [((2, 1, 1), True), ((4, 1), False), ((1, 1), True), ((3,), False)])
 def test_the_rule_decides_where_a_stack_is_made(backbone: Backbone, rows: tuple[int, ...], used: bool) -> None:
-    """Of 6 rows for 4 there is one, of 9 for 5 there is none."""
+    """Of 6 rows for 4 there is one, of 8 for 5 there is none."""
     stacks = PolicyStacks(PLENTY)
     company = served("gr00t", *"abc"[: len(rows)])
     for _ in range(3):
@@ -178,3 +178,18 @@ def test_a_new_version_answers_at_once_and_stacks_of_unserved_ones_go(backbone: 
     company.clear()
     stacks.forget_unserved()
     assert stacks.num_bytes == 0
+
+
+def test_a_tenant_with_many_rows_does_not_keep_the_others_from_decoding_together(backbone: Backbone) -> None:
+    """Rows 1, 1, 1 and 9: nine each would be three times as many as there are. The three have a stack."""
+    few, many = served("pi", "a", "b", "c"), served("pi", "d")
+    order = [(policy, 1) for policy in few] + [(many[0], 9)]
+
+    def requests() -> list[Request]:
+        return [request(backbone, policy, rows, seed) for seed, (policy, rows) in enumerate(order)]
+
+    expected, stacks = alone(backbone, requests()), PolicyStacks(PLENTY)
+    for _ in range(3):
+        for found, right in zip(serving.forward(backbone, requests(), stacks), expected, strict=True):
+            assert_same(found, right)
+    assert stacks.num_bytes == sum(policy.module.num_bytes for policy in few)

@@ -68,6 +68,7 @@ def rollout(slot: PolicySlot, backbone: Backbone, config: BackendConfig) -> dict
         "log_prob": scored["actor_log_prob"],
         "advantage": np.random.default_rng(3).normal(size=(8, 1)).astype(np.float32),
         "return": np.zeros(8, np.float32),
+        "value": np.zeros(8, np.float32),
         "valid": executed,
         "sample_valid": np.ones(8, bool),
     }

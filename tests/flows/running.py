@@ -57,6 +57,12 @@ class Running:
         assert run["state_type"] == "COMPLETED", (run.get("state") or {}).get("message")
         return run
 
+    async def closed(self, *tenants: str) -> None:
+        """Give back the tenants' slots: the session's platform has sixteen for all tests."""
+        for tenant in tenants:
+            await (await self.service(lookup.TRAINING)).close_slot(tenant)
+            await (await self.service(lookup.INFERENCE)).close_policy(tenant)
+
     def report(self, workload: WorkloadSpec, run_id: str) -> dict[str, Any]:
         """What the workload's output folder says."""
         path = self.home.tenant(workload.tenant.name) / "workloads" / run_id / "report.json"

@@ -64,8 +64,6 @@ def test_tenants_of_every_algorithm_learn_at_once(platform: PlatformAddresses, h
             served = await (await here.service(lookup.TRAINING)).versions()
             assert {name: served[name] for name in specs} == {n: r["policy_version"] for n, r in reports.items()}
             assert PartitionStore(home.partitions).list() == []
-            for name in specs:  # the session's platform has sixteen slots for all tests
-                await (await here.service(lookup.TRAINING)).close_slot(name)
-                await (await here.service(lookup.INFERENCE)).close_policy(name)
+            await here.closed(*specs)
 
     asyncio.run(main())

@@ -44,6 +44,7 @@ def test_rollouts_ahead_of_training_by_a_declared_delay_give_the_same_parameters
             first, second = ends
             assert first.keys() == second.keys()
             assert all(np.array_equal(first[name], second[name]) for name in first)
+            await here.closed("ahead", "likewise")
 
     asyncio.run(main())
 
@@ -63,5 +64,6 @@ def test_jobs_older_than_the_bound_are_dropped_cleared_and_counted(platform: Pla
             assert report["jobs"] == {"completed": 2, "failed": 0, "dropped": 1}
             assert report["stale_jobs"] == 1
             assert not [p for p in PartitionStore(home.partitions).list() if p.split(".")[2] == "aged"]
+            await here.closed("aged")
 
     asyncio.run(main())

@@ -88,9 +88,7 @@ def test_tenants_of_all_families_train_are_evaluated_and_served_from_the_registr
             status = await (await here.service(lookup.TRAINING)).status()
             assert set(status["base_models"]) == {"tiny-qwen3-vl", "tiny-paligemma"}
             assert PartitionStore(home.partitions).list() == []
-            for one in specs:  # the session's platform has sixteen slots for all tests
-                await (await here.service(lookup.TRAINING)).close_slot(one.tenant.name)
-                await (await here.service(lookup.INFERENCE)).close_policy(one.tenant.name)
+            await here.closed(*(one.tenant.name for one in specs))
 
     asyncio.run(main())
 

@@ -44,7 +44,7 @@ from configs.platform import PlatformAddresses
 from configs.workload import WorkloadSpec
 from joynexus import processes
 from tasks.connection import Platform, platform_connection
-from tasks.jobs import rollout
+from tasks.jobs import reserve, rollout
 from tasks.tenants import OpenedTenant, kept_policy, open_tenant
 
 AIMS = {"one_tenant_ratio": (">=", 0.9), "three_tenant_ratio": (">=", 1.5)}
@@ -110,21 +110,7 @@ async def _iterate(platform: Platform, tenant: OpenedTenant, count: int) -> list
         if not await scheduler.wait_admission(backend.policy_key, timeout_s=_WAIT_S):
             continue
         version = await inference.current_version(tenant.name)
-        reply = await scheduler.reserve(
-            request_id=None,
-            policy_key=backend.policy_key,
-            sample_count=backend.sample_count,
-            behavior_policy_version=version,
-            max_policy_staleness=algorithm.max_policy_staleness,
-            metadata={
-                "schema_signature": backend.policy.schema_signature,
-                "mlflow_run": tenant.mlflow_run,
-                "rollout": first + len(made),
-            },
-            producer_role="rollout",
-            consumer_role="actor",
-            flow_run_id=_RUN,
-        )
+        reply = await reserve(scheduler, tenant, first + len(made), request_id=None, flow_run_id=_RUN, version=version)
         if reply["job"] is not None:
             await rollout(platform, tenant, reply["job"])
             made.append(reply["job"]["job_id"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -128,9 +129,9 @@ class RolloutSpec(Spec):
         return 1
 
     @property
+    @abstractmethod
     def estimation(self) -> tuple[str, dict[str, Any]]:
         """The advantage estimator's kind and its settings, as `kernels.advantages.ESTIMATORS` names and takes them."""
-        raise NotImplementedError
 
     def single_step(self, samples: int) -> Self:
         """The same algorithm with one microbatch of `samples`, seen once."""

@@ -14,7 +14,7 @@ from configs.workload import WorkloadSpec
 from flows.sft import produce_demonstrations
 from flows.workload import run_workload
 from tasks.connection import Platform
-from tasks.jobs import DelayedVersions, rollout
+from tasks.jobs import DelayedVersions, reserve, rollout
 from tasks.tenants import OpenedTenant
 
 _WAIT_S = 30.0
@@ -52,20 +52,8 @@ async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id
             continue
         if delayed is None:  # after it, so that the version is as new as can be
             version = await inference.current_version(tenant.name)
-        reply = await scheduler.reserve(
-            request_id=f"{flow_run_id}-{number}",
-            policy_key=backend.policy_key,
-            sample_count=backend.sample_count,
-            behavior_policy_version=version,
-            max_policy_staleness=algorithm.max_policy_staleness,
-            metadata={
-                "schema_signature": backend.policy.schema_signature,
-                "mlflow_run": tenant.mlflow_run,
-                "rollout": number,
-            },
-            producer_role="rollout",
-            consumer_role="actor",
-            flow_run_id=flow_run_id,
+        reply = await reserve(
+            scheduler, tenant, number, request_id=f"{flow_run_id}-{number}", flow_run_id=flow_run_id, version=version
         )
         if reply["job"] is None:
             if reply.get("final"):

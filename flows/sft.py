@@ -13,7 +13,7 @@ from configs.workload import WorkloadSpec
 from flows.workload import run_workload
 from storage.demonstrations import LeRobotDataset
 from tasks.connection import Platform
-from tasks.jobs import build_sft_batch
+from tasks.jobs import build_sft_batch, reserve
 from tasks.tenants import OpenedTenant
 
 _WAIT_S = 30.0
@@ -35,21 +35,7 @@ async def produce_demonstrations(platform: Platform, tenant: OpenedTenant, flow_
     scheduler = await platform.scheduler()
     number = 0
     while True:
-        reply = await scheduler.reserve(
-            request_id=f"{flow_run_id}-{number}",
-            policy_key=backend.policy_key,
-            sample_count=backend.sample_count,
-            behavior_policy_version=None,
-            max_policy_staleness=None,
-            metadata={
-                "schema_signature": backend.policy.schema_signature,
-                "mlflow_run": tenant.mlflow_run,
-                "batch": number,
-            },
-            producer_role="sft",
-            consumer_role="actor",
-            flow_run_id=flow_run_id,
-        )
+        reply = await reserve(scheduler, tenant, number, request_id=f"{flow_run_id}-{number}", flow_run_id=flow_run_id)
         if reply["job"] is None:
             if reply.get("final"):
                 return

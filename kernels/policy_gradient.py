@@ -17,43 +17,6 @@ from kernels.losses import Coefficients, explained_variance, policy_gradient, pp
 from kernels.updates import Encode, Optimizer
 
 
-def ppo_update(
-    module: ActionModule,
-    optimizer: Optimizer,
-    encode: Encode,
-    algorithm: PpoSpec,
-    generator: torch.Generator,
-    *,
-    proprioception: Tensor,
-    trace: Trace,
-    log_prob: Tensor,
-    advantage: Tensor,
-    returns: Tensor,
-    valid: Tensor,
-    old_value: Tensor | None = None,
-    behaviour_log_prob: Tensor | None = None,
-) -> dict[str, float]:
-    """`policy_gradient_update` as a PPO workload declares it, on advantages standardised over the whole job."""
-    return policy_gradient_update(
-        module,
-        optimizer,
-        encode,
-        ppo_coefficients(algorithm),
-        generator,
-        epochs=algorithm.epochs,
-        microbatch_size=algorithm.microbatch_size,
-        standardised=True,
-        proprioception=proprioception,
-        trace=trace,
-        log_prob=log_prob,
-        advantage=advantage,
-        valid=valid,
-        returns=returns,
-        old_value=old_value,
-        behaviour_log_prob=behaviour_log_prob,
-    )
-
-
 def ppo_coefficients(algorithm: PpoSpec) -> Coefficients:
     """The terms of the loss that a PPO workload declares."""
     kl, decoupled = algorithm.kl, algorithm.decoupled

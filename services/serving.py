@@ -71,7 +71,7 @@ class ServingPolicy:
     @property
     def num_bytes(self) -> int:
         """Bytes of parameters."""
-        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+        return self.module.num_bytes
 
     def prepare(self, backbone: Backbone, observation: Mapping[str, Any]) -> tuple[PrefixBatch, Tensor]:
         """See `Interface.prepare`."""

@@ -227,15 +227,15 @@ def _find_features(backbone: Backbone, running: Sequence[_Running], ended: Ended
 
 
 def _backward(learning: Sequence[_Running]) -> None:
-    """Backward passes; those through the base go through its graph together, once."""
-    shared = [one for one in learning if one.inside_base]
-    for one in learning:
-        if not one.inside_base:
+    """Backward passes of a bundle; those through the base go through its graph together, once."""
+    if not any(one.inside_base for one in learning):
+        for one in learning:
             assert one.loss is not None
             with one.member.spending():
                 one.loss.backward()
-    if shared:
-        begun = time.perf_counter()
-        torch.autograd.backward([one.loss for one in shared if one.loss is not None])
-        for one in shared:
-            one.member.seconds += (time.perf_counter() - begun) / len(shared)
+        return
+    begun = time.perf_counter()
+    torch.autograd.backward([one.loss for one in learning if one.loss is not None])
+    seconds = time.perf_counter() - begun
+    for one in learning:
+        one.member.seconds += seconds / len(learning)

@@ -30,7 +30,7 @@ from services.resident import resident
 if TYPE_CHECKING:
     import numpy as np
 
-    from services.feature_store import FeatureStore
+    from kernels.backbones import Backbone
     from services.policy_slot import PolicySlot
     from services.training_group import Member, Trained
     from storage.partitions import SampleMetadata
@@ -220,7 +220,7 @@ class TrainingModelService:
         for member, resolve in members:
             by_base.setdefault(member.backend.policy.base_model.name, []).append((member, resolve))
         for of_base in by_base.values():
-            self._compute.submit(self._train_group, of_base, self._kept)
+            self._compute.submit(self._train_group, of_base)
 
     async def train_batch(self, tenant_id: str, policy_key: str, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """One optimizer step on a slot with fields in memory (those of a partition), for custom algorithms.
@@ -315,6 +315,12 @@ class TrainingModelService:
             self._slots[tenant_id] = slot
         return slot.version
 
+    def _forget_unused_features(self) -> None:
+        """What was kept for workloads that are no longer open goes; what is shared goes with the last that shares."""
+        from services.feature_store import scope_of
+
+        self._kept.retain([scope_of(config) for config in self._configs.values()])
+
     # what runs in the executors
 
     def _read_start(self, backend: BackendConfig) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -359,33 +365,28 @@ class TrainingModelService:
     def _train(self, member: Member) -> Trained:
         from services.training_group import train_alone
 
-        backbone = self._bases[member.backend.policy.base_model.name].backbone
-        return train_alone(backbone, member, self._kept, self._busy)
+        return train_alone(self._backbone(member.backend), member, self._kept, self._busy)
 
-    def _train_group(self, members: Sequence[tuple[Member, Resolve[Trained]]], store: FeatureStore | None) -> None:
+    def _train_group(self, members: Sequence[tuple[Member, Resolve[Trained]]]) -> None:
         from services.training_group import train_members
 
-        backbone = self._bases[members[0][0].backend.policy.base_model.name].backbone
-        train_members(backbone, members, store, self._busy)
+        train_members(self._backbone(members[0][0].backend), members, self._kept, self._busy)
 
     def _train_once(self, slot: PolicySlot, backend: BackendConfig, batch: dict[str, np.ndarray]) -> Trained:
         from services.training_group import Member, train_alone
 
         single = backend.algorithm.single_step(len(batch["proprioception"]))
         member = Member(slot, backend.model_copy(update={"algorithm": single}), batch)
-        return train_alone(self._bases[backend.policy.base_model.name].backbone, member, None, self._busy)
+        return train_alone(self._backbone(backend), member, None, self._busy)
 
     def _evaluate(self, slot: PolicySlot, backend: BackendConfig, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         with self._busy.record("actor_forward", {backend.policy.tenant: 1}):
-            return slot.evaluated(self._bases[backend.policy.base_model.name].backbone, backend, data)
+            return slot.evaluated(self._backbone(backend), backend, data)
 
     # lookups
 
-    def _forget_unused_features(self) -> None:
-        """What was kept for workloads that are no longer open goes; what is shared goes with the last that shares."""
-        from services.feature_store import scope_of
-
-        self._kept.retain([scope_of(config) for config in self._configs.values()])
+    def _backbone(self, backend: BackendConfig) -> Backbone:
+        return self._bases[backend.policy.base_model.name].backbone
 
     def _lock(self, tenant: str) -> asyncio.Lock:
         return self._locks.setdefault(tenant, asyncio.Lock())

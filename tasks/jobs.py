@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from configs.algorithm import AwrSpec, OfflineSpec, RolloutSpec
 from configs.errors import Conflict, JoyNexusError, LeaseLost, ServiceUnavailable
 from services import lookup
+from services.lookup import Service
 from services.scheduler_records import COMPLETED, TERMINAL, delayed_version
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore, indexed_instructions
@@ -127,6 +128,45 @@ class DelayedVersions:
             if job["state"] in TERMINAL:
                 self._made.append(int(job["metadata"]["version"]) if job["state"] == COMPLETED else None)
         return delayed_version(number, self._delay, self._made, self._initial)
+
+
+async def reserve(
+    scheduler: Service,
+    tenant: OpenedTenant,
+    number: int,
+    *,
+    request_id: str | None,
+    flow_run_id: str,
+    version: int | None = None,
+) -> dict[str, Any]:
+    """Ask for the tenant's next job; the scheduler's reply.
+
+    Args:
+        scheduler: the Training Scheduler.
+        tenant: whose job it is.
+        number: of the rollout, or of the batch of recorded data.
+        request_id: the same one gives the same job.
+        flow_run_id: the run that holds the policy.
+        version: that a rollout will act with; None for recorded data.
+    """
+    backend, algorithm = tenant.backend, tenant.backend.algorithm
+    rolls_out = isinstance(algorithm, RolloutSpec)
+    reply: dict[str, Any] = await scheduler.reserve(
+        request_id=request_id,
+        policy_key=backend.policy_key,
+        sample_count=backend.sample_count,
+        behavior_policy_version=version,
+        max_policy_staleness=algorithm.max_policy_staleness if isinstance(algorithm, RolloutSpec) else None,
+        metadata={
+            "schema_signature": backend.policy.schema_signature,
+            "mlflow_run": tenant.mlflow_run,
+            "rollout" if rolls_out else "batch": number,
+        },
+        producer_role="rollout" if rolls_out else "sft",
+        consumer_role="actor",
+        flow_run_id=flow_run_id,
+    )
+    return reply
 
 
 @task(task_run_name="rollout {job[job_id]}", cache_policy=NO_CACHE)

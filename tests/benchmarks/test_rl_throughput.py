@@ -19,12 +19,12 @@ from kernels import action_modules
 from kernels.advantages import standardise
 from kernels.advantages.gae import gae
 from kernels.features import VLAFeature
-from kernels.policy_gradient import ppo_update
 from kernels.updates import new_optimizer
 from services.environment_client import SessionClient
 from services.environment_service import EnvironmentService
 from services.environments.adapter import make_adapter
 from services.environments.reach import MAX_EPISODE_STEPS, ReachEnv
+from tests.kernels.whole_updates import ppo_update
 
 
 def _ppo() -> PpoSpec:

@@ -20,9 +20,9 @@ from kernels.backbones import Backbone
 from kernels.features import PrefixBatch, VLAFeature
 from kernels.group_batching import group, split
 from kernels.lora import GroupedLora, LoraWeights
-from kernels.policy_gradient import ppo_update
-from kernels.updates import Optimizer, new_optimizer, sft_update
+from kernels.updates import Optimizer, new_optimizer
 from tests.kernels.conftest import observation
+from tests.kernels.whole_updates import ppo_update, sft_update
 
 BASE = presets.base_model("tiny-qwen3-vl")
 ALL: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

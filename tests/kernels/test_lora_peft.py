@@ -19,9 +19,10 @@ from kernels import action_modules
 from kernels.backbones import Backbone, PaliGemmaBackbone, Qwen3VlBackbone
 from kernels.lora import LoraWeights, load_peft, to_peft
 from kernels.peft_adapters import peft_settings
-from kernels.updates import new_optimizer, sft_update
+from kernels.updates import new_optimizer
 from storage.peft_files import read_adapter, write_adapter
 from tests.kernels.conftest import observation
+from tests.kernels.whole_updates import sft_update
 
 BASE = presets.base_model("tiny-qwen3-vl")
 TARGETS: tuple[LoraTarget, ...] = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")

@@ -15,8 +15,9 @@ from configs.model import OftSpec
 from kernels import action_modules
 from kernels.features import VLAFeature
 from kernels.losses import Coefficients
-from kernels.policy_gradient import policy_gradient_update, ppo_coefficients, ppo_update
-from kernels.updates import new_optimizer, sft_update
+from kernels.policy_gradient import policy_gradient_update, ppo_coefficients
+from kernels.updates import new_optimizer
+from tests.kernels.whole_updates import ppo_update, sft_update
 
 BASE = presets.base_model("tiny-qwen3-vl")
 SPEC = OftSpec(horizon=2, action_width=3, state_width=4, hidden_width=16, residual_blocks=1, proprioception="head")

@@ -211,7 +211,12 @@ class InferenceModelService:
     # the Inference Queue
 
     async def predict(
-        self, observations: Observation, tenant_id: str, policy_version: int | None = None, seed: int | None = None
+        self,
+        observations: Observation,
+        tenant_id: str,
+        policy_version: int | None = None,
+        seed: int | None = None,
+        exploring: bool = True,
     ) -> dict[str, Any]:
         """Actions for an observation batch.
 
@@ -219,19 +224,22 @@ class InferenceModelService:
             observations: {"images": {camera: uint8 [B, h, w, 3]}, "proprioception": f32 [B, S], "instructions": [B]}.
             tenant_id: whose policy answers.
             policy_version: a served version; None takes the current one.
-            seed: draws action noise; None takes the mean action.
+            seed: draws action noise; None asks for the same action each time.
+            exploring: of a seed, all noise that the policy learns by; else only the one that a flow begins from.
 
         Returns:
             {"action", "environment_action" [B, H, A], "policy_version"}, and of a module that learns by RL "log_prob"
             [B, H] and "value" [B].
         """
         policy = self._policies(tenant_id).find(policy_version)
-        prediction = await self._bound(policy, None if seed is None else _generator(seed))(observations)
+        prediction = await self._bound(policy, None if seed is None else _generator(seed), exploring=exploring)(observations)
         names = ("action", "environment_action", "log_prob", "value")
         answer = {name: value for name in names if (value := getattr(prediction, name)) is not None}
         return {**answer, "policy_version": policy.version}
 
-    def _bound(self, policy: ServingPolicy, generator: Any, *, keep_feature: bool = False) -> Policy:
+    def _bound(
+        self, policy: ServingPolicy, generator: Any, *, keep_feature: bool = False, exploring: bool = True
+    ) -> Policy:
         """`policy` as a function of observations; its requests go through the queue of its base."""
 
         async def answer(observation: Observation) -> Prediction:
@@ -244,9 +252,8 @@ class InferenceModelService:
                 prefix, proprioception = await self._run(self._prepare, policy.prepare, base.backbone, observation)
             key = prefix_key(policy.config.base_model, prefix.length)
             batcher = self._batcher(policy.config.base_model.name)
-            return await batcher.submit(
-                key, prefix.rows, Request(policy, prefix, proprioception, generator, keep_feature)
-            )
+            request = Request(policy, prefix, proprioception, generator, keep_feature, exploring)
+            return await batcher.submit(key, prefix.rows, request)
 
         return answer
 
@@ -336,8 +343,8 @@ class InferenceModelService:
     ) -> dict[str, Any]:
         """Run episodes under one version, pinned from the first step to the last.
 
-        `sampled` draws actions as in training, seeded by `first_seed`; else the mean is taken. A second call with the
-        `run_id` of one under way joins it.
+        `sampled` draws actions as in training; else a Gaussian's mean is taken, and a flow's chunks follow from noise
+        that is drawn for each. `first_seed` seeds either. A second call with the `run_id` of one under way joins it.
 
         Returns:
             {"policy_version", "episodes", "successes", "success_rate", "mean_return", "mean_length", "outcomes"}.
@@ -351,7 +358,7 @@ class InferenceModelService:
                 result = await self._loops.evaluate(
                     tenant_id,
                     spec,
-                    self._bound(policy, _generator(first_seed) if sampled else None),
+                    self._bound(policy, _generator(first_seed), exploring=sampled),
                     policy.config,
                     policy.version,
                     episodes=episodes,

@@ -86,6 +86,7 @@ class Request:
         policy: the serving policy, fixed when the request was accepted; a later load changes nothing here.
         generator: draws the action noise of this request's session; None takes the mean.
         keep_feature: answer with the base's action tokens too.
+        exploring: see `ActionModule.draw`.
     """
 
     policy: ServingPolicy
@@ -93,6 +94,7 @@ class Request:
     proprioception: Tensor
     generator: torch.Generator | None
     keep_feature: bool = False
+    exploring: bool = True
 
 
 def forward(backbone: Backbone, requests: Sequence[Request], stacks: PolicyStacks) -> list[Prediction | JoyNexusError]:

@@ -48,7 +48,7 @@ def decode(
         stacks: which policies have a stack.
     """
     # In the requests' order, whatever decodes together: some share a generator.
-    noises = [r.policy.module.draw(r.prefix.rows, r.generator) for r in requests]
+    noises = [r.policy.module.draw(r.prefix.rows, r.generator, exploring=r.exploring) for r in requests]
     pending = [_Pending(*each) for each in zip(requests, slices, noises, strict=True)]
     found: dict[_Pending, Decision | JoyNexusError] = {}
     for module, tenants in _computations(pending, stacks):

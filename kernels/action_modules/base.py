@@ -122,17 +122,28 @@ class ActionModule(nn.Module, ABC):
             generator: draws noise and times, for modules that train on them; its state moves on.
         """
 
-    def act(self, feature: VLAFeature, proprioception: Tensor | None, generator: torch.Generator | None) -> Decision:
-        """A chunk a row, without gradients, sampled by `generator`.
-
-        None asks for the same chunk each time, and for a row the same in any company: the mean of a Gaussian, the
-        result of one fixed noise of a flow.
-        """
-        return self.decode(feature, proprioception, self.draw(feature.rows, generator))
+    def act(
+        self,
+        feature: VLAFeature,
+        proprioception: Tensor | None,
+        generator: torch.Generator | None,
+        *,
+        exploring: bool = True,
+    ) -> Decision:
+        """A chunk a row, without gradients, from what `draw` gives."""
+        return self.decode(feature, proprioception, self.draw(feature.rows, generator, exploring=exploring))
 
     @abstractmethod
-    def draw(self, rows: int, generator: torch.Generator | None) -> Noise:
-        """All that is random in the decisions of so many rows; the generator's state moves on."""
+    def draw(self, rows: int, generator: torch.Generator | None, *, exploring: bool = True) -> Noise:
+        """All that is random in the decisions of so many rows; the generator's state moves on.
+
+        Args:
+            rows: B.
+            generator: on the CPU. None asks for the same chunk each time, and for a row the same in any company: the
+                mean of a Gaussian, the result of one fixed noise of a flow.
+            exploring: with the noise that a policy learns by. Without it a Gaussian gives its mean, and a flow what
+                follows from noise drawn anew for each chunk, which it was trained to begin from.
+        """
 
     @abstractmethod
     def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Noise) -> Decision:

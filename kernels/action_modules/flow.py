@@ -185,11 +185,13 @@ class FlowModule(ActionModule):
             step: int64 [m], the denoising step of B / m consecutive rows each.
         """
 
-    def draw(self, rows: int, generator: torch.Generator | None) -> Noise:
+    def draw(self, rows: int, generator: torch.Generator | None, *, exploring: bool = True) -> Noise:
         """See `ActionModule`: where the path begins, row by row, and what its stochastic steps take."""
         horizon, width = self.spec.horizon, self.spec.action_width
         start = {"start": flow_matching.sample_noise(rows, horizon, width, generator)}
-        return start if self.sampling is None else start | self.sampling.draw(rows, horizon, width, generator)
+        if self.sampling is None:
+            return start
+        return start | self.sampling.draw(rows, horizon, width, generator if exploring else None)
 
     def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Noise) -> Decision:
         """See `ActionModule`: K Euler steps from noise, those that the policy says stochastic."""

@@ -80,10 +80,11 @@ class OftModule(ActionModule):
         del generator  # nothing is drawn
         return sft_l1(self.mean(feature, proprioception), action, is_pad, valid_count)
 
-    def draw(self, rows: int, generator: torch.Generator | None) -> Noise:
+    def draw(self, rows: int, generator: torch.Generator | None, *, exploring: bool = True) -> Noise:
         """See `ActionModule`: standard deviations from the mean."""
         shape = (rows, self.spec.horizon, self.spec.action_width)
-        return {"deviation": torch.zeros(shape) if generator is None else torch.randn(shape, generator=generator)}
+        drawn = generator is not None and exploring
+        return {"deviation": torch.randn(shape, generator=generator) if drawn else torch.zeros(shape)}
 
     def decode(self, feature: VLAFeature, proprioception: Tensor | None, noise: Noise) -> Decision:
         """See `ActionModule`. Rows are padded to blocks, so that their bits do not depend on their number."""

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from configs import presets
 from configs.errors import Conflict, SpecError, TenantFault
 from configs.model import ActionModuleSpec, FlowNoiseSpec, FlowSdeSpec, Gr00tSpec, LoraSpec, OftSpec, Part, PiSpec
-from kernels import action_modules
+from kernels import action_modules, flow_matching
 from kernels.action_modules import ActionModule, export_parameters, load_parameters
 from kernels.features import PrefixCache, VLAFeature
 from kernels.losses import PpoCounts, ppo, sft_valid_count
@@ -326,6 +326,23 @@ def test_the_same_generator_gives_the_same_sample(module: ActionModule) -> None:
     assert not torch.equal(first, second)
     first, second, _ = module.act(*alike, None).action
     assert torch.equal(first, second)
+
+
+def test_without_exploring_a_gaussian_gives_its_mean_and_a_flow_what_follows_from_its_drawn_start(
+    scoring: ActionModule,
+) -> None:
+    """Reference of a flow: the start that the same generator gives, decoded with no stochastic step."""
+    feature, state = inputs(3)
+    quiet = scoring.draw(3, torch.Generator().manual_seed(4), exploring=False)
+    found = scoring.act(feature, state, torch.Generator().manual_seed(4), exploring=False).action
+    if "start" not in quiet:
+        assert torch.equal(found, scoring.act(feature, state, None).action)
+        return
+    assert not torch.equal(quiet["start"][0], quiet["start"][1])
+    still = scoring.draw(3, None) | {"start": flow_matching.sample_noise(3, 4, 3, torch.Generator().manual_seed(4))}
+    assert torch.equal(found, scoring.decode(feature, state, still).action)
+    assert not torch.equal(found, scoring.act(feature, state, torch.Generator().manual_seed(4)).action)
+    assert not torch.equal(found, scoring.act(feature, state, None).action)
 
 
 @pytest.mark.parametrize("kind", sorted(SPECS))

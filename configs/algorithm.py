@@ -50,6 +50,11 @@ class OfflineSpec(Spec):
         """Samples of one training job."""
         return self.batches_per_job * self.microbatch_size
 
+    @property
+    def decay_steps(self) -> int | None:
+        """Optimizer steps over which the learning rate falls to 0; None: it is constant."""
+        return self.jobs * self.batches_per_job * self.passes if self.cosine else None
+
     def single_step(self, samples: int) -> Self:
         """The same algorithm with one microbatch of `samples`, seen once."""
         return self.model_copy(update={"microbatch_size": samples, "passes": 1})
@@ -90,6 +95,9 @@ class RolloutSpec(Spec):
     )
     entropy_coef: float = Field(default=0.0, ge=0)
     optimizer: AdamSpec
+    cosine: bool = Field(
+        default=False, description="Decay the learning rate to 0 over all jobs' steps by half a cosine."
+    )
     max_policy_staleness: int = Field(
         default=128, ge=0, description="Jobs whose policy is older than this many microbatch updates are dropped."
     )
@@ -112,6 +120,11 @@ class RolloutSpec(Spec):
     def sample_count(self) -> int:
         """Samples of one training job."""
         return self.num_envs * self.rollout_steps
+
+    @property
+    def decay_steps(self) -> int | None:
+        """Optimizer steps over which the learning rate falls to 0; None: it is constant."""
+        return self.jobs * self.updates_per_job if self.cosine else None
 
     @property
     def recomputes(self) -> bool:
@@ -297,6 +310,9 @@ class GrpoSpec(ClippedSpec):
     """
 
     kind: Literal["grpo"] = "grpo"
+    gamma: float = Field(
+        default=1.0, gt=0, le=1, description="Discount of one action in an episode's outcome; 1: none."
+    )
     group_size: int = Field(ge=2, description="Episodes from one start; one alone would have nothing to compare with.")
     baseline: Annotated[GroupMeanSpec | LeaveOneOutSpec, Field(discriminator="kind"), ChoiceInForms] = Field(
         default_factory=GroupMeanSpec, description="What an episode's outcome is compared with."
@@ -320,7 +336,7 @@ class GrpoSpec(ClippedSpec):
     @property
     def estimation(self) -> tuple[str, dict[str, Any]]:
         """The advantage estimator's kind and its settings, as `kernels.advantages.ESTIMATORS` names and takes them."""
-        return self.baseline.kind, _settings(self.baseline) | {"keep_return": self.keep_return}
+        return self.baseline.kind, _settings(self.baseline) | {"keep_return": self.keep_return, "gamma": self.gamma}
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> GrpoSpec:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs.algorithm import AlgorithmSpec, OfflineSpec
+from configs.algorithm import AlgorithmSpec
 from configs.errors import TenantFault
 from kernels.action_modules import ActionModule
 from kernels.features import VLAFeature, concatenated
@@ -91,10 +91,7 @@ def new_optimizer(module: ActionModule, algorithm: AlgorithmSpec) -> Optimizer:
         weight_decay=spec.weight_decay,
         foreach=False,
     )
-    total = None
-    if isinstance(algorithm, OfflineSpec) and algorithm.cosine:
-        total = algorithm.jobs * algorithm.batches_per_job * algorithm.passes
-    return Optimizer(adam, spec.max_grad_norm, spec.learning_rate, 0, total)
+    return Optimizer(adam, spec.max_grad_norm, spec.learning_rate, 0, algorithm.decay_steps)
 
 
 class SftUpdate:

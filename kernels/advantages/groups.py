@@ -1,8 +1,8 @@
 """Advantages of whole episodes against others of their group; no critic is asked.
 
 A group is what shares a group id (the same task from the same start, tried several times), whatever the label's value
-or the rows' order. An episode's outcome is the undiscounted sum of its executed rewards, and its advantage stands at
-each of its valid actions. Episodes are found by their ends: what an environment does from its first row, or the row
+or the rows' order. An episode's outcome is the sum of its executed rewards, each discounted by how many actions came
+before it, and its advantage stands at each of its valid actions. Episodes are found by their ends: what an environment does from its first row, or the row
 after an end, up to the next. One that did not end within the rollout has no outcome: it joins no group and carries no
 loss, so the rollout has to be long enough for what it is to learn from.
 """
@@ -53,7 +53,12 @@ class _Group:
 
 
 def grpo(
-    fields: Fields, *, num_envs: int, scale: Literal["std", "none"], keep_return: KeepReturn | None
+    fields: Fields,
+    *,
+    num_envs: int,
+    scale: Literal["std", "none"],
+    keep_return: KeepReturn | None,
+    gamma: float = 1.0,
 ) -> dict[str, np.ndarray]:
     """Group-relative advantages: A = (R − mean of the group) / deviation of the group.
 
@@ -68,6 +73,7 @@ def grpo(
         num_envs: environments stepped together.
         scale: what the difference is divided by.
         keep_return: bounds on a group's mean outcome; None keeps all.
+        gamma: discount of one action; below 1, of two episodes that gain the same the quicker one is better.
 
     Returns:
         {"advantage": f32 [n, H], 0 where it carries no loss; "loss_mask": bool [n, H], valid actions of episodes that
@@ -76,7 +82,7 @@ def grpo(
     Raises:
         DataFault: if n is no multiple of `num_envs`, an episode's rows name several groups, or a reward is NaN.
     """
-    episodes = _episodes(fields, num_envs)
+    episodes = _episodes(fields, num_envs, gamma)
     advantage = np.zeros(len(episodes.outcome))
     for group in _groups(episodes, keep_return):
         if not group.is_constant:
@@ -85,7 +91,7 @@ def grpo(
     return _columns(episodes, advantage, keep_return)
 
 
-def rloo(fields: Fields, *, num_envs: int, keep_return: KeepReturn | None) -> dict[str, np.ndarray]:
+def rloo(fields: Fields, *, num_envs: int, keep_return: KeepReturn | None, gamma: float = 1.0) -> dict[str, np.ndarray]:
     """Leave-one-out advantages: A = R − mean of the *others* of the group.
 
     Source: Kool et al. 2019, Ahmadian et al. 2024 (RLOO); it equals k / (k − 1) · (R − mean of all k).
@@ -95,6 +101,7 @@ def rloo(fields: Fields, *, num_envs: int, keep_return: KeepReturn | None) -> di
         fields: as `grpo` reads them.
         num_envs: environments stepped together.
         keep_return: bounds on a group's mean outcome; None keeps all.
+        gamma: as `grpo`.
 
     Returns:
         As `grpo`.
@@ -102,7 +109,7 @@ def rloo(fields: Fields, *, num_envs: int, keep_return: KeepReturn | None) -> di
     Raises:
         DataFault: as `grpo`.
     """
-    episodes = _episodes(fields, num_envs)
+    episodes = _episodes(fields, num_envs, gamma)
     advantage = np.zeros(len(episodes.outcome))
     for group in _groups(episodes, keep_return):
         if not group.is_constant:
@@ -111,18 +118,21 @@ def rloo(fields: Fields, *, num_envs: int, keep_return: KeepReturn | None) -> di
     return _columns(episodes, advantage, keep_return)
 
 
-def group_counts(fields: Fields, *, num_envs: int, keep_return: KeepReturn | None) -> dict[str, int]:
+def group_counts(
+    fields: Fields, *, num_envs: int, keep_return: KeepReturn | None, gamma: float = 1.0
+) -> dict[str, int]:
     """What became of a rollout's groups: groups, filtered_groups, constant_groups (of those kept), unfinished_episodes.
 
     Args:
         fields: as `grpo` reads them.
         num_envs: environments stepped together.
         keep_return: bounds on a group's mean outcome.
+        gamma: as `grpo`.
 
     Raises:
         DataFault: as `grpo`.
     """
-    episodes = _episodes(fields, num_envs)
+    episodes = _episodes(fields, num_envs, gamma)
     groups = _groups(episodes, keep_return)
     return {
         "groups": len(groups),
@@ -132,7 +142,7 @@ def group_counts(fields: Fields, *, num_envs: int, keep_return: KeepReturn | Non
     }
 
 
-def _episodes(fields: Fields, num_envs: int) -> _Episodes:
+def _episodes(fields: Fields, num_envs: int, gamma: float) -> _Episodes:
     check_rows(fields, num_envs)
     valid = executed(fields)
     is_sample = valid.any(axis=1)
@@ -143,7 +153,8 @@ def _episodes(fields: Fields, num_envs: int) -> _Episodes:
     of_row = np.full(len(key), -1)
     of_row[is_sample] = of_sample
 
-    reward = np.where(valid, fields["reward"], 0.0).astype(np.float64).sum(axis=1)
+    discount = gamma ** _actions_before(valid, over)
+    reward = (np.where(valid, fields["reward"], 0.0).astype(np.float64) * discount).sum(axis=1)
     outcome = np.bincount(of_sample, reward[is_sample], minlength=len(keys))
     if not np.isfinite(outcome).all():
         rows = np.flatnonzero(~np.isfinite(reward))[:8].tolist()
@@ -157,6 +168,15 @@ def _episodes(fields: Fields, num_envs: int) -> _Episodes:
         given = f"{int(fields['group'][row])} at row {row}"
         raise DataFault(refusal("group", given, "one group an episode", "name the episode's group at all of its rows"))
     return _Episodes(valid, of_row, outcome, has_ended, group)
+
+
+def _actions_before(valid: np.ndarray, over: np.ndarray) -> np.ndarray:
+    """Actions executed in the episode before each one: valid [n, H] and over [T, E] to int64 [n, H]."""
+    of_row = valid.sum(axis=1).reshape(over.shape)
+    earlier = np.cumsum(of_row, axis=0) - of_row  # in this environment, in the rollout
+    begins = np.vstack([np.ones_like(over[:1]), over[:-1]])
+    at_begin = np.maximum.accumulate(np.where(begins, earlier, 0), axis=0)
+    return (earlier - at_begin).reshape(-1, 1) + np.cumsum(valid, axis=1) - valid
 
 
 def _groups(episodes: _Episodes, keep_return: KeepReturn | None) -> list[_Group]:

@@ -68,7 +68,6 @@ def test_another_estimator_has_no_decay_and_reads_back_the_same() -> None:
         (PpoSpec, {"group_size": 4}, "group_size: unknown key"),
         (GrpoSpec, {"value_coef": 0.5}, "value_coef: unknown key"),
         (GrpoSpec, {"gae_lambda": 0.9}, "gae_lambda: unknown key"),
-        (GrpoSpec, {"gamma": 0.9}, "gamma: unknown key"),
         (GrpoSpec, {"group_size": 1}, "group_size: got 1; "),
         (GrpoSpec, {"baseline": {"kind": "leave_one_out", "scale": "std"}}, "baseline.scale: unknown key"),
         (GrpoSpec, {"keep_return": [0.9, 0.1]}, "keep_return: got (0.9, 0.1); possible: the lower bound first"),

@@ -42,6 +42,29 @@ def test_two_groups_by_hand() -> None:
     }
 
 
+def test_a_discount_makes_the_quicker_of_two_equal_episodes_better() -> None:
+    """Two environments, chunks of 2, gamma ½; the second chunk of each first episode ends it, as the third does.
+
+    Environment 0: 1 at once, then an end: outcome 1. Its second episode: 4 in its first action: 4, though the rollout
+    is at its third chunk. Environment 1: 8 at its third action, ½² · 8 = 2; what stands past the end does not count.
+    Its second episode: 2 at its second action, ½ · 2 = 1. One group: mean 2; the others' means 7/3, 4/3, 2, 7/3.
+    """
+    reward = np.float32([[[1, 0], [0, 0]], [[0, 0], [8, 99]], [[4, 0], [0, 2]]])
+    terminated = np.array([[[0, 0], [0, 0]], [[0, 1], [1, 0]], [[0, 1], [0, 1]]], bool)
+    valid = np.ones((3, 2, 2), bool)
+    valid[1, 1, 1] = False
+    rows = {
+        name: kept.reshape(6, 2) for name, kept in (("reward", reward), ("terminated", terminated), ("valid", valid))
+    }
+    fields = rollout(3, 2, 2, **rows, group=np.zeros(6, np.int64))
+    found = by_std(fields, 2, scale="none", gamma=0.5)["advantage"][:, 0].reshape(3, 2)
+    np.testing.assert_allclose(found, [[-1, 0], [-1, 0], [2, -1]])
+    left_out = rloo(fields, num_envs=2, keep_return=None, gamma=0.5)["advantage"][:, 0].reshape(3, 2)
+    np.testing.assert_allclose(left_out, [[-4 / 3, 0], [-4 / 3, 0], [8 / 3, -4 / 3]], rtol=1e-6)
+    assert group_counts(fields, num_envs=2, keep_return=(1.9, 2.1), gamma=0.5)["filtered_groups"] == 0
+    assert group_counts(fields, num_envs=2, keep_return=(1.9, 2.1))["filtered_groups"] == 1
+
+
 def test_a_constant_group_is_exactly_zero_whatever_its_deviation() -> None:
     """Ten outcomes of 0.7 in float32; ten that are 0.7 but for the order in which seven tenths were added up."""
     same = episodes([0.7] * 10, [0] * 10)

@@ -90,6 +90,15 @@ def test_the_learning_rate_is_half_a_cosine_over_all_declared_steps() -> None:
     assert expected == pytest.approx(1e-3 * 0.0669873, rel=1e-5)
 
 
+def test_the_learning_rate_of_rollouts_is_constant_unless_its_decay_is_declared() -> None:
+    """3 jobs of 2 environments × 8 steps in microbatches of 4, 2 epochs: 3 · 4 · 2 = 24 steps."""
+    declared = {"jobs": 3, "num_envs": 2, "rollout_steps": 8, "microbatch_size": 4, "epochs": 2}
+    optimizer = AdamSpec(learning_rate=1e-3)
+    for cosine, steps in ((False, None), (True, 24)):
+        spec = PpoSpec(**declared, optimizer=optimizer, cosine=cosine)
+        assert new_optimizer(module(), spec).total_steps == steps
+
+
 def test_a_loss_that_is_no_number_changes_no_parameter() -> None:
     bad = inputs()["action"].clone()
     bad[0] = math.nan

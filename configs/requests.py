@@ -34,8 +34,8 @@ class EvaluateRequest(Spec):
     blanked: bool = Field(default=False, description="Show the policy black pictures.")
     sampled: bool = Field(
         default=False,
-        description="Sample actions as in training instead of a Gaussian's mean, or what a flow makes of its first noise "
-        "alone; seeded by first_seed.",
+        description="Sample actions as in training instead of a Gaussian's mean, or what a flow makes of its first "
+        "noise alone; seeded by first_seed.",
     )
     rounds: int | None = Field(
         default=None, gt=0, description="Evaluations in all, taking targets in turn; None: one each."

@@ -42,8 +42,8 @@ class EvaluationSpec(Spec):
     blanked: bool = Field(default=False, description="Afterwards evaluate once more with black pictures.")
     sampled: bool = Field(
         default=False,
-        description="Sample actions as in training instead of a Gaussian's mean, or what a flow makes of its first noise "
-        "alone; seeded by first_seed.",
+        description="Sample actions as in training instead of a Gaussian's mean, or what a flow makes of its first "
+        "noise alone; seeded by first_seed.",
     )
     every_jobs: int | None = Field(
         default=None, gt=0, description="Register and evaluate a version after so many completed jobs; None: never."

@@ -2,9 +2,9 @@
 
 A group is what shares a group id (the same task from the same start, tried several times), whatever the label's value
 or the rows' order. An episode's outcome is the sum of its executed rewards, each discounted by how many actions came
-before it, and its advantage stands at each of its valid actions. Episodes are found by their ends: what an environment does from its first row, or the row
-after an end, up to the next. One that did not end within the rollout has no outcome: it joins no group and carries no
-loss, so the rollout has to be long enough for what it is to learn from.
+before it, and its advantage stands at each of its valid actions. Episodes are found by their ends: what an environment
+does from its first row, or the row after an end, up to the next. One that did not end within the rollout has no
+outcome: it joins no group and carries no loss, so the rollout has to be long enough for what it is to learn from.
 """
 
 from __future__ import annotations

@@ -48,6 +48,11 @@ class EnvironmentSpec(Spec):
     state: StatisticsSpec = Field(description="Statistics that normalise proprioception.")
     action: StatisticsSpec = Field(description="Statistics that un-normalise the policy's actions.")
     max_episode_steps: int = Field(gt=0, description="Steps after which an episode is truncated.")
+    reward: Literal["environment", "success"] = Field(
+        default="environment",
+        description="What is learned from: the environment's own reward, or 1 in a step that succeeds and 0 elsewhere. "
+        "A dense reward that ends with success can be worth less than going on without it.",
+    )
     control_mode: str | None = Field(default=None, description="ManiSkill control mode; None elsewhere.")
     light_visuals: bool = Field(
         default=False, description="Render collision hulls instead of the robot's visual meshes (physics untouched)."

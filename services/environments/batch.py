@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from configs.errors import TenantFault, refusal
-from services.environments.adapter import Adapter
+from services.environments.adapter import Adapter, StepResult
 from services.environments.experts import expert_for
 
 Observation = dict[str, Any]
@@ -79,7 +79,7 @@ class EnvironmentBatch:
             if not active:
                 break
             result = self._adapter.step(active, actions[active, h])
-            reward[active, h], valid[active, h] = result.reward, True
+            reward[active, h], valid[active, h] = self._reward(result), True
             terminated[active, h] = result.terminated
             # An episode that succeeded in its last allowed step has terminated; it is not bootstrapped.
             truncated[active, h] = result.truncated & ~result.terminated
@@ -143,7 +143,7 @@ class EnvironmentBatch:
             result = self._adapter.step([0], moved[None])
             wanted.append(action)
             executed.append(moved)
-            rewards.append(result.reward[0])
+            rewards.append(self._reward(result)[0])
             success = success or bool(result.success[0])
             if result.terminated[0] or result.truncated[0]:
                 break
@@ -162,6 +162,10 @@ class EnvironmentBatch:
     def scene_positions(self) -> dict[str, np.ndarray]:
         """Privileged `object`, `goal`, `gripper` positions of all environments, each float32 [B, 3]."""
         return self._adapter.scene_positions(range(self.num_envs))
+
+    def _reward(self, result: StepResult) -> np.ndarray:
+        """What is learned from of this step, float32 [n]."""
+        return result.success.astype(np.float32) if self._spec["reward"] == "success" else result.reward
 
     def _observe(self, indices: Sequence[int]) -> Observation:
         if not indices:

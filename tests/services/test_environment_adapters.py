@@ -274,6 +274,22 @@ def test_a_camera_is_turned_once_wherever_its_picture_goes():
     assert (found[0][0] != found[1][0]).any()
 
 
+def test_reward_may_be_success_alone():
+    """Reach-v0 by its expert: 0 but in the step that arrives, where its own reward is progress plus 1."""
+    found = {}
+    for reward in ("environment", "success"):
+        spec = preset("reach", reward=reward)
+        batch = EnvironmentBatch(spec, make_adapter(spec, 1), 1, images=False)
+        episode = batch.expert_episode(4, 0.0)
+        batch.reset([4])
+        stepped = [batch.batch_step(action[None, None], [None])["reward"][0, 0] for action in episode["executed"]]
+        np.testing.assert_array_equal(stepped, episode["reward"])
+        found[reward] = episode["reward"]
+    np.testing.assert_array_equal(found["success"], [0.0] * (len(found["success"]) - 1) + [1.0])
+    assert (found["environment"] > 0).all()
+    assert found["environment"][-1] > 1
+
+
 @needs_renderer
 def test_light_visuals_change_the_picture_and_not_the_physics():
     light, full = SPECS["pushcube"], preset("pushcube", light_visuals=False)

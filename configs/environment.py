@@ -48,10 +48,11 @@ class EnvironmentSpec(Spec):
     state: StatisticsSpec = Field(description="Statistics that normalise proprioception.")
     action: StatisticsSpec = Field(description="Statistics that un-normalise the policy's actions.")
     max_episode_steps: int = Field(gt=0, description="Steps after which an episode is truncated.")
-    reward: Literal["environment", "success"] = Field(
+    reward: Literal["environment", "progress", "success"] = Field(
         default="environment",
-        description="What is learned from: the environment's own reward, or 1 in a step that succeeds and 0 elsewhere. "
-        "A dense reward that ends with success can be worth less than going on without it.",
+        description="What is learned from: the environment's own reward; by how much it grew since the step before, "
+        "from 0 at an episode's begin; or 1 in a step that succeeds and 0 elsewhere. A dense reward that stops with "
+        "success makes waiting worth more than success; its progress does not.",
     )
     control_mode: str | None = Field(default=None, description="ManiSkill control mode; None elsewhere.")
     light_visuals: bool = Field(

@@ -30,6 +30,7 @@ class EnvironmentBatch:
         self._images = images
         self.num_envs = num_envs
         self._idle = np.ones(num_envs, bool)
+        self._earlier = np.zeros(num_envs, np.float32)  # the environment's reward of the step before, 0 at the begin
         self._last = self._blank()
         # Between two steps an open environment's last observation is current, which saves a second rendering.
 
@@ -45,7 +46,7 @@ class EnvironmentBatch:
         self._check_length("seeds", seeds)
         started = [e for e in range(self.num_envs) if seeds[e] is not None]
         self._idle[:] = [seed is None for seed in seeds]
-        self._adapter.reset(started, [seed for seed in seeds if seed is not None])
+        self._begin(started, [seed for seed in seeds if seed is not None])
         self._store(started, self._observe(started))
         return _copy(self._last)
 
@@ -79,7 +80,7 @@ class EnvironmentBatch:
             if not active:
                 break
             result = self._adapter.step(active, actions[active, h])
-            reward[active, h], valid[active, h] = self._reward(result), True
+            reward[active, h], valid[active, h] = self._reward(active, result), True
             terminated[active, h] = result.terminated
             # An episode that succeeded in its last allowed step has terminated; it is not bootstrapped.
             truncated[active, h] = result.truncated & ~result.terminated
@@ -95,7 +96,7 @@ class EnvironmentBatch:
         ended.sort()
         final = _take(self._last, ended)
         again = [e for e in ended if next_seeds[e] is not None]
-        self._adapter.reset(again, [seed for seed in (next_seeds[e] for e in again) if seed is not None])
+        self._begin(again, [seed for seed in (next_seeds[e] for e in again) if seed is not None])
         self._store(again, self._observe(again))
         self._idle[ended] = [next_seeds[e] is None for e in ended]
         return {
@@ -130,7 +131,7 @@ class EnvironmentBatch:
         memory: dict[str, Any] = {}
         seen: list[Observation] = []
         wanted, executed, rewards = [], [], []
-        self._adapter.reset([0], [seed])
+        self._begin([0], [seed])
         self._idle[0] = True
         success = False
         for _ in range(self._spec["max_episode_steps"]):
@@ -143,7 +144,7 @@ class EnvironmentBatch:
             result = self._adapter.step([0], moved[None])
             wanted.append(action)
             executed.append(moved)
-            rewards.append(self._reward(result)[0])
+            rewards.append(self._reward([0], result)[0])
             success = success or bool(result.success[0])
             if result.terminated[0] or result.truncated[0]:
                 break
@@ -163,9 +164,19 @@ class EnvironmentBatch:
         """Privileged `object`, `goal`, `gripper` positions of all environments, each float32 [B, 3]."""
         return self._adapter.scene_positions(range(self.num_envs))
 
-    def _reward(self, result: StepResult) -> np.ndarray:
+    def _begin(self, indices: Sequence[int], seeds: Sequence[int]) -> None:
+        self._adapter.reset(indices, seeds)
+        self._earlier[list(indices)] = 0
+
+    def _reward(self, indices: Sequence[int], result: StepResult) -> np.ndarray:
         """What is learned from of this step, float32 [n]."""
-        return result.success.astype(np.float32) if self._spec["reward"] == "success" else result.reward
+        if self._spec["reward"] == "success":
+            return result.success.astype(np.float32)
+        if self._spec["reward"] == "environment":
+            return result.reward
+        grown = result.reward - self._earlier[indices]
+        self._earlier[indices] = result.reward
+        return grown
 
     def _observe(self, indices: Sequence[int]) -> Observation:
         if not indices:

@@ -274,20 +274,29 @@ def test_a_camera_is_turned_once_wherever_its_picture_goes():
     assert (found[0][0] != found[1][0]).any()
 
 
-def test_reward_may_be_success_alone():
-    """Reach-v0 by its expert: 0 but in the step that arrives, where its own reward is progress plus 1."""
+def test_reward_may_be_success_or_progress_alone():
+    """Reach-v0 by its expert, two episodes in a row, a step a chunk: its own reward r is progress plus 1 on arrival.
+
+    `success`: 0 but in the step that arrives. `progress`: r less the r of the step before, from 0 in each episode.
+    """
     found = {}
-    for reward in ("environment", "success"):
+    for reward in ("environment", "success", "progress"):
         spec = preset("reach", reward=reward)
         batch = EnvironmentBatch(spec, make_adapter(spec, 1), 1, images=False)
-        episode = batch.expert_episode(4, 0.0)
+        episodes = [batch.expert_episode(seed, 0.0) for seed in (4, 5)]
         batch.reset([4])
-        stepped = [batch.batch_step(action[None, None], [None])["reward"][0, 0] for action in episode["executed"]]
-        np.testing.assert_array_equal(stepped, episode["reward"])
-        found[reward] = episode["reward"]
-    np.testing.assert_array_equal(found["success"], [0.0] * (len(found["success"]) - 1) + [1.0])
-    assert (found["environment"] > 0).all()
-    assert found["environment"][-1] > 1
+        steps = [
+            batch.batch_step(action[None, None], [following])["reward"][0, 0]
+            for episode, following in zip(episodes, (5, None), strict=True)
+            for action in episode["executed"]
+        ]
+        np.testing.assert_array_equal(steps, np.concatenate([episode["reward"] for episode in episodes]))
+        found[reward] = [episode["reward"] for episode in episodes]
+    for own, success, progress in zip(*found.values(), strict=True):
+        assert len(own) > 2
+        assert (own > 0).all()
+        np.testing.assert_array_equal(success, [0.0] * (len(own) - 1) + [1.0])
+        np.testing.assert_array_equal(progress, own - np.append(np.float32(0), own[:-1]))
 
 
 @needs_renderer

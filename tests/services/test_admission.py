@@ -16,6 +16,7 @@ from configs.cluster import ClusterSpec
 from configs.errors import SpecError
 from configs.home import Home
 from configs.model import LoraTarget
+from configs.requests import CollectRequest
 from configs.spec import parse
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, exported
@@ -363,6 +364,25 @@ def test_offline_rl_takes_a_dataset_that_holds_rewards(tmp_path: Path, rewards: 
     assert (config.policy_key, config.sample_count, config.dataset) == ("reach.rl", 16, str(tmp_path / "data"))
     assert (policy["task_type"], policy["max_active_rollouts"], policy["base_model"]) == ("sft", None, None)
     assert (config.features_travel, config.environment) == (False, None)
+
+
+def test_the_offline_preset_takes_the_dataset_that_was_collected_for_it(tmp_path: Path) -> None:
+    """Refused for want of that dataset alone, or of its rewards, until what was executed lies under its name."""
+    home, spec = Home(tmp_path), workload("reach-offline")
+    (fault,) = refused(spec, tmp_path)
+    assert fault.startswith("data.dataset: got 'reach-executed'; possible: no dataset yet; collect it first")
+    assert spec.evaluation is not None
+    request = CollectRequest(
+        dataset="reach-executed", environment=spec.evaluation.environment, record="executed", action_noise=2.0
+    )
+    for rewards in (False, True):
+        recorded(home.datasets / request.dataset, rewards=rewards)
+        if not rewards:
+            (fault,) = refused(spec, tmp_path)
+            assert "possible: datasets with a column next.reward" in fault
+            shutil.rmtree(home.datasets / request.dataset)
+    config = admit(spec, home, LAPTOP)
+    assert (config.policy_key, config.algorithm.kind, config.sample_count) == ("reach-offline.rl", "awr", 768)
 
 
 @pytest.mark.parametrize("module", [GR00T, PI], ids=lambda module: module["kind"])

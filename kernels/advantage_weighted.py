@@ -1,4 +1,4 @@
-"""Advantage-weighted epochs over recorded samples: offline RL of modules that score actions as they are.
+"""Advantage-weighted epochs over recorded samples: offline RL of every module that has a critic.
 
 Legend: n samples, H horizon, A action width.
 """
@@ -37,7 +37,7 @@ def awr_update(
         optimizer: of the module.
         encode: called once for all n samples; for a module with an adapter once a microbatch.
         algorithm: temperature, cap, passes and microbatch size.
-        generator: shuffles; its state moves on.
+        generator: shuffles, and draws what the module's regression asks for; its state moves on.
         proprioception: normalised, float32 [n, S].
         action: recorded, normalised, float32 [n, H, A]; may hold anything where not valid.
         valid: bool [n, H].
@@ -55,7 +55,6 @@ def awr_update(
     module.train()
     parameters, count = list(module.parameters()), len(action)
     of_rows: Encode = encode(slice(0, count)).__getitem__ if module.adapter is None else encode
-    action = torch.where(valid[..., None], action, torch.zeros_like(action))
     sums: dict[str, float] = {}
     steps, weight_max = 0, 0.0
     for _ in range(algorithm.passes):
@@ -63,10 +62,10 @@ def awr_update(
             counts = ppo_counts(valid[index], "action")
             if counts.rows == 0:
                 continue
-            scored = module.evaluate(of_rows(index), proprioception[index], {"action": action[index]})
-            advantage = (returns[index] - scored.value.detach())[:, None].expand_as(valid[index])
+            found = module.regress(of_rows(index), proprioception[index], action[index], ~valid[index], generator)
+            advantage = (returns[index] - found.value.detach())[:, None].expand_as(valid[index])
             policy = awr(
-                log_prob=scored.log_prob,
+                error=found.error,
                 advantage=advantage,
                 valid=valid[index],
                 counts=counts,
@@ -74,7 +73,7 @@ def awr_update(
                 weight_cap=algorithm.weight_cap,
                 granularity="action",
             )
-            critic = value_loss(scored.value, returns[index], valid[index].any(dim=1), counts.rows)
+            critic = value_loss(found.value, returns[index], valid[index].any(dim=1), counts.rows)
             loss = policy.total + critic
             norm = optimizer.step(loss, parameters)
             steps += 1

@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.losses import masked_sum
-
 FIXED_SEED = 0
 """Of the one draw that stands for "no generator": the same each time, and for every row in any company."""
 
@@ -95,15 +93,24 @@ def euler_step(x: Tensor, velocity: Tensor, direction: float, steps: int) -> Ten
     return x + (direction / steps) * velocity
 
 
+def squared_error(predicted: Tensor, velocity: Tensor, is_pad: Tensor) -> Tensor:
+    """Of predicted velocities, scalar by scalar; 0 and without gradient where padded.
+
+    Args:
+        predicted: float32 [..., H, A]; may hold anything, NaN too, under the mask.
+        velocity: float32 [..., H, A]; likewise.
+        is_pad: bool [..., H], broadcast against them, True past the episode's end; such actions carry no loss.
+    """
+    padded, zero = is_pad[..., None], torch.zeros_like(velocity)
+    # Both, before they meet: else a NaN under the mask comes back as the gradient of the square, 0 · NaN.
+    return (torch.where(padded, zero, predicted) - torch.where(padded, zero, velocity)).square()
+
+
 def velocity_loss(predicted: Tensor, velocity: Tensor, is_pad: Tensor, valid_count: float) -> Tensor:
     """Squared error of predicted velocities: a sum over valid scalars / `valid_count`.
 
     Args:
-        predicted: float32 [n, H, A].
-        velocity: float32 [n, H, A]; may hold anything, NaN too, under the mask.
-        is_pad: bool [n, H], True past the episode's end; such actions carry no loss.
+        predicted, velocity, is_pad: as of `squared_error`.
         valid_count: scalars that count in the whole optimizer step, times the draws of each sample.
     """
-    valid = ~is_pad[..., None].expand_as(velocity)
-    safe = torch.where(valid, velocity, predicted.detach())
-    return masked_sum((predicted - safe).square(), valid) / max(valid_count, 1.0)
+    return squared_error(predicted, velocity, is_pad).sum() / max(valid_count, 1.0)

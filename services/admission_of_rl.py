@@ -15,16 +15,11 @@ Fault = tuple[str, object, str, str]
 
 
 def faults_of_module(workload: WorkloadSpec) -> Iterator[Fault]:
-    """Whether the action module scores what the algorithm learns from."""
+    """Whether the action module has what the algorithm asks of it: log-probabilities of what it did, or a critic."""
     module = workload.action_module
-    if workload.task != "rl":
-        return
-    if not module.learns_by_rl:
+    if workload.task == "rl" and not module.learns_by_rl:
         possible = f"flow_sde, flow_noise for {module.kind!r} with task 'rl'"
         yield "action_module.policy", None, possible, "declare one, in the supervised workload before it too"
-    elif workload.algorithm.kind == "awr" and module.trace != ("action",):
-        given = f"{module.kind} with algorithm 'awr'"
-        yield "action_module.kind", given, "lora, oft", "choose one: recorded actions have to be scored as they are"
 
 
 def faults_of_data(

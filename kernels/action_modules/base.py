@@ -55,6 +55,19 @@ class Evaluation:
     value: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Regression:
+    """How far the current parameters are from recorded actions, and what they expect, with gradients.
+
+    Attributes:
+        error: float32 [B, H], what regression onto each action descends on; finite and without gradient where padded.
+        value: float32 [B].
+    """
+
+    error: Tensor
+    value: Tensor
+
+
 class ActionModule(nn.Module, ABC):
     """A tenant's trainable part. Legend: B rows, H horizon, A action width, S state width, N tokens, D base width.
 
@@ -151,6 +164,27 @@ class ActionModule(nn.Module, ABC):
 
         A row's bits do not depend on the other rows: requests of one tenant may be decoded in one call.
         """
+
+    def regress(
+        self,
+        feature: VLAFeature,
+        proprioception: Tensor | None,
+        action: Tensor,
+        is_pad: Tensor,
+        generator: torch.Generator | None,
+    ) -> Regression:
+        """Errors of recorded actions that are not reduced yet, so that they can be weighted, and the critic's values.
+
+        A module with a density gives −log π(a), summed over A. One without gives each action's part of its imitation
+        loss, the mean over A and all draws: their sum over valid actions / the number of these is that loss.
+
+        Args:
+            feature, proprioception, action, is_pad, generator: as of `imitation_loss`; the generator draws row by row.
+
+        Raises:
+            SpecError: of a module without a critic.
+        """
+        raise SpecError(f"action_module: {type(self).__name__} has no critic; possible: supervised fine-tuning")
 
     @property
     def undecoded(self) -> frozenset[str]:

@@ -1,8 +1,11 @@
-"""What modules that denoise a chunk share: the way from noise to actions, acting at random on it, and scoring that.
+"""What modules that denoise a chunk share: learning it by flow matching, acting at random on the way from noise to
+actions, and scoring that.
 
-A module without a declared policy follows the flow. With one, denoising steps are stochastic (`kernels.flow_policy`),
-what they came through is stored as the trace, and `evaluate` scores it step by step with the code that sampled it: one
-time grid, one field, one distribution. Legend as in `base`; K denoising steps, W width of the field's hidden states.
+A family gives the velocities of its field, in training beside the right ones on drawn points of the paths to recorded
+chunks. A module without a declared policy follows the flow. With one, denoising steps are stochastic
+(`kernels.flow_policy`), what they came through is stored as the trace, and `evaluate` scores it step by step with the
+code that sampled it: one time grid, one field, one distribution. Legend as in `base`; K denoising steps, R draws of
+noise and time a row, W width of the field's hidden states.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from kernels.action_modules.base import (
     Decision,
     Evaluation,
     Noise,
+    Regression,
     RowLinear,
     Trace,
     checked_proprioception,
@@ -170,6 +174,51 @@ class FlowModule(ActionModule):
         self.value.initialise(generator)
         if isinstance(self.sampling, FlowNoise):
             initialise_linear(self.sampling.deviation, generator)
+
+    @abstractmethod
+    def _velocities(
+        self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Predicted and right velocities at R drawn points of the paths to a chunk, float32 [B, R, H, A], on the CPU.
+
+        Args:
+            feature, proprioception: as of `imitation_loss`.
+            action: normalised, float32 [B, H, A], finite everywhere.
+            generator: draws noises and times row by row; None gives every row the same fixed ones.
+        """
+
+    def imitation_loss(
+        self,
+        feature: VLAFeature,
+        proprioception: Tensor | None,
+        action: Tensor,
+        is_pad: Tensor,
+        valid_count: float,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        """See `ActionModule`: squared error of the velocity, the mean over all draws of a row.
+
+        None instead of a generator gives every row the same fixed draws.
+        """
+        safe = torch.where(is_pad[..., None], torch.zeros_like(action), action)
+        predicted, velocity = self._velocities(feature, proprioception, safe, generator)
+        return flow_matching.velocity_loss(predicted, velocity, is_pad.unsqueeze(1), valid_count * predicted.shape[1])
+
+    def regress(
+        self,
+        feature: VLAFeature,
+        proprioception: Tensor | None,
+        action: Tensor,
+        is_pad: Tensor,
+        generator: torch.Generator | None,
+    ) -> Regression:
+        """See `ActionModule`: squared error of the velocity, the mean over A and all draws of a row."""
+        if self.value is None:
+            return super().regress(feature, proprioception, action, is_pad, generator)
+        safe = torch.where(is_pad[..., None], torch.zeros_like(action), action)
+        predicted, velocity = self._velocities(feature, proprioception, safe, generator)
+        error = flow_matching.squared_error(predicted, velocity, is_pad.unsqueeze(1)).mean(dim=(1, 3))
+        return Regression(error, self._value(feature, proprioception, pad=False))
 
     @abstractmethod
     def _context(self, feature: VLAFeature, proprioception: Tensor | None) -> Any:

@@ -3,7 +3,7 @@
 Source: StarVLA's QwenGR00T (`GR00T_ActionHeader.py`, config DiT-B), after NVIDIA's GR00T N1.5
 (`flow_matching_action_head.py`); of N1.5 the norm and the four self-attention layers over the prefix are left out, as
 in StarVLA. Time runs from 0 (noise) to 1 (action). Training times are (1 − u) · s with u from Beta(1.5, 1), as in N1.6;
-N1.5 has (s − u) / s, which for u > s falls below 0. No reinforcement learning: a flow has no density at hand.
+N1.5 has (s − u) / s, which for u > s falls below 0.
 
 Legend as in `base`; W width of the transformer's tokens, R draws of noise and time a sample, n = B · R.
 """
@@ -116,24 +116,14 @@ class Gr00tModule(FlowModule):
         """The registry's signature."""
         return cls(spec, base, seed)
 
-    def imitation_loss(
-        self,
-        feature: VLAFeature,
-        proprioception: Tensor | None,
-        action: Tensor,
-        is_pad: Tensor,
-        valid_count: float,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """See `ActionModule`: squared error of the velocity, the mean over `repeated_steps` draws a sample.
-
-        None instead of a generator gives every row the same fixed draws.
-        """
+    def _velocities(
+        self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `FlowModule`: R is `repeated_steps`. Attention shows every action to the others, padded ones as zeros."""
         spec = self.spec
-        repeats = spec.repeated_steps
         noise, u = flow_matching.sample_training(
             feature.rows,
-            repeats,
+            spec.repeated_steps,
             spec.horizon,
             spec.action_width,
             alpha=spec.beta_alpha,
@@ -141,13 +131,11 @@ class Gr00tModule(FlowModule):
             generator=generator,
         )
         time = (1 - u) * spec.time_scale
-        # Attention shows every action token to the others: what is padded must not enter as it came.
-        action = torch.where(is_pad[..., None], torch.zeros_like(action), action)
-        x_t, velocity = (x.flatten(0, 1) for x in flow_matching.interpolate(noise, action[:, None], time))
+        x_t, velocity = flow_matching.interpolate(noise, action[:, None], time)
         condition = self._context(feature, proprioception)
-        predicted = self._velocity(x_t.to(self.device), self._bucket(time.flatten()), condition)[0].cpu()
-        pad = is_pad.repeat_interleave(repeats, dim=0)
-        return flow_matching.velocity_loss(predicted, velocity, pad, valid_count * repeats)
+        flat = x_t.flatten(0, 1).to(self.device)
+        predicted = self._velocity(flat, self._bucket(time.flatten()), condition)[0].cpu()
+        return predicted.view_as(velocity), velocity
 
     @property
     def undecoded(self) -> frozenset[str]:

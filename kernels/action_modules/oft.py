@@ -17,6 +17,7 @@ from kernels.action_modules.base import (
     Decision,
     Evaluation,
     Noise,
+    Regression,
     Trace,
     checked_proprioception,
     padded_rows,
@@ -79,6 +80,21 @@ class OftModule(ActionModule):
         """See `ActionModule`: L1 between the mean and the demonstration."""
         del generator  # nothing is drawn
         return sft_l1(self.mean(feature, proprioception), action, is_pad, valid_count)
+
+    def regress(
+        self,
+        feature: VLAFeature,
+        proprioception: Tensor | None,
+        action: Tensor,
+        is_pad: Tensor,
+        generator: torch.Generator | None,
+    ) -> Regression:
+        """See `ActionModule`: −log π(a)."""
+        del generator  # nothing is drawn
+        mean, value = self._mean_and_value(self._inputs(feature, proprioception))
+        padded, zero = is_pad[..., None], torch.zeros_like(mean)
+        log_prob = self._log_prob(torch.where(padded, zero, mean), torch.where(padded, zero, action))
+        return Regression(torch.where(is_pad, torch.zeros_like(log_prob), -log_prob), value)
 
     def draw(self, rows: int, generator: torch.Generator | None, *, exploring: bool = True) -> Noise:
         """See `ActionModule`: standard deviations from the mean."""

@@ -118,16 +118,10 @@ class PiModule(FlowModule):
         context = self._context(feature, proprioception)
         return self._velocity(context, x_t.to(self.device), time.to(self.device))[0].cpu()
 
-    def imitation_loss(
-        self,
-        feature: VLAFeature,
-        proprioception: Tensor | None,
-        action: Tensor,
-        is_pad: Tensor,
-        valid_count: float,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """See `ActionModule`: squared error of the velocity. Padded actions enter x_t as zeros."""
+    def _velocities(
+        self, feature: VLAFeature, proprioception: Tensor | None, action: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `FlowModule`: one draw a row."""
         noise, draws = flow_matching.sample_training(
             len(action),
             1,
@@ -138,11 +132,10 @@ class PiModule(FlowModule):
             generator=generator,
         )
         time = draws[:, 0] * TIME_SCALE + TIME_OFFSET
-        safe = torch.where(is_pad[..., None], torch.zeros_like(action), action)
         # Its time runs the other way: the same path, the velocity turned round.
-        x_t, towards_action = flow_matching.interpolate(noise[:, 0], safe, 1 - time)
+        x_t, towards_action = flow_matching.interpolate(noise[:, 0], action, 1 - time)
         predicted = self.velocity(feature, proprioception, x_t, time)
-        return flow_matching.velocity_loss(predicted, -towards_action, is_pad, valid_count)
+        return predicted.unsqueeze(1), -towards_action.unsqueeze(1)
 
     def _field(self, context: _Context, x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """See `FlowModule`."""

@@ -1,7 +1,9 @@
 """Advantage-weighted regression: imitation of the actions that turned out better than expected, for offline data.
 
-For modules that score actions: `awr`. For those that do not: `advantage_weights` as the weight of each row in the
-module's imitation loss (`row_weight` of `kernels.losses.sft_l1`).
+What is regressed onto an action is the module's own affair (`ActionModule.regress`): its log-probability where there is
+one (Peng et al. 2019, "Advantage-weighted regression"), else the flow-matching error of its velocity. Weighting the
+latter by exp(A / β) leads to the flow of the data's distribution times exp(A / β), the same policy that the former aims
+at (Zhang et al. 2025, "Energy-weighted flow matching for offline reinforcement learning", with the energy −A).
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def advantage_weights(advantage: Tensor, temperature: float, weight_cap: float) 
 
 def awr(
     *,
-    log_prob: Tensor,
+    error: Tensor,
     advantage: Tensor,
     valid: Tensor,
     counts: PpoCounts,
@@ -69,12 +71,10 @@ def awr(
     weight_cap: float,
     granularity: Granularity,
 ) -> AwrLoss:
-    """−min(exp(A / β), cap) · log π(a), summed over valid elements / their count in the whole step.
-
-    Source: Peng et al. 2019, "Advantage-weighted regression".
+    """min(exp(A / β), cap) · error, summed over valid elements / their count in the whole step.
 
     Args:
-        log_prob: float32 [B, H], of the recorded actions, with gradient.
+        error: float32 [B, H], of the recorded actions, with gradient: −log π(a), or as `ActionModule.regress` says.
         advantage: float32 [B, H], equal over a chunk.
         valid: bool [B, H].
         counts: of the whole optimizer step, see `kernels.losses.ppo_counts`.
@@ -84,7 +84,7 @@ def awr(
     """
     mask, count = element_mask(valid, granularity), max(counts.actions, 1.0)
     weight, capped = advantage_weights(advantage_elements(advantage, valid, granularity), temperature, weight_cap)
-    total = masked_sum(-weight * elements(log_prob, valid, granularity), mask) / count
+    total = masked_sum(weight * elements(error, valid, granularity), mask) / count
     return AwrLoss(
         total,
         (masked_sum(weight, mask) / count).item(),

@@ -14,7 +14,6 @@ def sft_l1(
     is_pad: Tensor,
     valid_count: float,
     dimension_mask: Tensor | None = None,
-    row_weight: Tensor | None = None,
 ) -> Tensor:
     """L1 distance of normalised action chunks.
 
@@ -24,8 +23,6 @@ def sft_l1(
         is_pad: bool [B, H], True past the episode's end; such actions carry no loss.
         valid_count: scalars (actions × dimensions) that count in the whole optimizer step, see `sft_valid_count`.
         dimension_mask: bool [A], False at padded action dimensions; None: all count.
-        row_weight: float32 [B], how much each row's loss counts, see `kernels.losses.advantage_weights`; it does not
-            enter `valid_count`. None: 1.
 
     Returns:
         Scalar: sum over valid elements / valid_count.
@@ -35,8 +32,6 @@ def sft_l1(
         mask = mask & dimension_mask
     zero = torch.zeros_like(target)
     distance = (torch.where(mask, predicted, zero) - torch.where(mask, target, zero)).abs()
-    if row_weight is not None:
-        distance = distance * torch.where(mask, row_weight[:, None, None], zero)
     return masked_sum(distance, mask) / max(valid_count, 1.0)
 
 

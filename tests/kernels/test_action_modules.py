@@ -257,7 +257,8 @@ def test_a_module_on_a_gpu_takes_what_is_on_the_cpu_and_answers_there(module: Ac
             )
             if module.learns_by_rl:
                 scored = module.evaluate(feature, state, decision.trace)
-                results += [scored.log_prob, scored.entropy, scored.value]
+                found = module.regress(feature, state, action, torch.empty(6, 4, dtype=torch.bool), torch.Generator())
+                results += [scored.log_prob, scored.entropy, scored.value, found.error, found.value]
             assert {result.device.type for result in results if result is not None} == {"cpu"}
 
 

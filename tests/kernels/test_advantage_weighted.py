@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.losses import AwrLoss, advantage_weights, awr, ppo_counts, sft_l1
+from kernels.losses import AwrLoss, advantage_weights, awr, ppo_counts
 
 
 def test_weights_by_hand() -> None:
@@ -20,30 +20,48 @@ def test_weights_by_hand() -> None:
     assert capped.tolist() == [0, 0, 0, 1, 1]
 
 
-def awr_of(log_prob: torch.Tensor, advantage: torch.Tensor, valid: torch.Tensor, **settings: Any) -> AwrLoss:
+def awr_of(error: torch.Tensor, advantage: torch.Tensor, valid: torch.Tensor, **settings: Any) -> AwrLoss:
     settings = {"temperature": 1.0, "weight_cap": 20.0, "granularity": "action"} | settings
     counts = settings.pop("counts", None) or ppo_counts(valid, settings["granularity"])
-    return awr(log_prob=log_prob, advantage=advantage, valid=valid, counts=counts, **settings)
+    return awr(error=error, advantage=advantage, valid=valid, counts=counts, **settings)
 
 
 def test_loss_by_hand_in_both_granularities() -> None:
-    """Row 0: A = log 2, log π = −1, −3; row 1: A = 0, log π = −5, its second action masked.
+    """Row 0: A = log 2, errors 1 and 3; row 1: A = 0, error 5, its second action masked.
 
-    An action: (2 · 1 + 2 · 3 + 1 · 5) / 3; a chunk: (2 · 4 + 1 · 5) / 2. The gradient is −weight / count.
+    An action: (2 · 1 + 2 · 3 + 1 · 5) / 3; a chunk: (2 · 4 + 1 · 5) / 2. The gradient is weight / count.
     """
-    log_prob = torch.tensor([[-1.0, -3.0], [-5.0, math.nan]], requires_grad=True)
+    error = torch.tensor([[1.0, 3.0], [5.0, math.nan]], requires_grad=True)
     advantage = torch.tensor([[math.log(2.0)] * 2, [0.0, math.nan]], requires_grad=True)
     valid = torch.tensor([[True, True], [True, False]])
-    loss = awr_of(log_prob, advantage, valid)
+    loss = awr_of(error, advantage, valid)
     assert loss.total.item() == pytest.approx(13 / 3)
     assert (loss.weight_mean, loss.weight_max) == (pytest.approx(5 / 3), pytest.approx(2))
     assert loss.capped_fraction == 0
     loss.total.backward()
-    assert log_prob.grad is not None
-    torch.testing.assert_close(log_prob.grad, torch.tensor([[-2 / 3, -2 / 3], [-1 / 3, 0]]))
+    assert error.grad is not None
+    torch.testing.assert_close(error.grad, torch.tensor([[2 / 3, 2 / 3], [1 / 3, 0]]))
     assert advantage.grad is None, "weights are constants"
-    assert awr_of(log_prob, advantage, valid, granularity="chunk").total.item() == pytest.approx(13 / 2)
-    assert awr_of(log_prob, advantage, valid, weight_cap=1.5).capped_fraction == pytest.approx(2 / 3)
+    assert awr_of(error, advantage, valid, granularity="chunk").total.item() == pytest.approx(13 / 2)
+    assert awr_of(error, advantage, valid, weight_cap=1.5).capped_fraction == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "expected"),
+    [
+        # exp(½ / β) of the better row, exp(−½ / β) of the worse, times mean errors 2 and 6, halved: each has 2 actions.
+        (1e9, (2 + 6) / 2),
+        (1.0, (math.exp(0.5) * 2 + math.exp(-0.5) * 6) / 2),
+        (0.25, (math.exp(2) * 2 + math.exp(-2) * 6) / 2),
+        (0.01, 100 * 2 / 2),  # exp(50) is capped at 100, and exp(−50) is nothing beside it
+    ],
+)
+def test_the_lower_the_temperature_the_more_the_best_rows_count(temperature: float, expected: float) -> None:
+    error = torch.tensor([[1.0, 3.0], [5.0, 7.0]], dtype=torch.float64)
+    advantage = torch.tensor([[0.5, 0.5], [-0.5, -0.5]], dtype=torch.float64)
+    valid = torch.ones(2, 2, dtype=torch.bool)
+    loss = awr_of(error, advantage, valid, temperature=temperature, weight_cap=100.0)
+    assert loss.total.item() == pytest.approx(expected, rel=1e-8)
 
 
 def test_nothing_valid_is_zero() -> None:
@@ -57,24 +75,16 @@ def test_nothing_valid_is_zero() -> None:
 )
 def test_microbatches_add_up(rows: int, horizon: int, cut: int, granularity: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    log_prob = torch.randn(rows, horizon, generator=generator)
+    error = torch.randn(rows, horizon, generator=generator)
     advantage = 2 * torch.randn(rows, 1, generator=generator).expand(rows, horizon)
     valid = torch.arange(horizon) < torch.randint(0, horizon + 1, (rows, 1), generator=generator)
     counts = ppo_counts(valid, granularity)
-    whole = awr_of(log_prob, advantage, valid, granularity=granularity, weight_cap=2.0)
+    whole = awr_of(error, advantage, valid, granularity=granularity, weight_cap=2.0)
     parts = [
-        awr_of(log_prob[of], advantage[of], valid[of], granularity=granularity, counts=counts, weight_cap=2.0)
+        awr_of(error[of], advantage[of], valid[of], granularity=granularity, counts=counts, weight_cap=2.0)
         for of in (slice(0, cut), slice(cut, None))
     ]
     torch.testing.assert_close(parts[0].total + parts[1].total, whole.total, rtol=1e-4, atol=1e-5)
     for name in ("weight_mean", "capped_fraction"):
         assert sum(getattr(part, name) for part in parts) == pytest.approx(getattr(whole, name), abs=1e-5)
     assert 0 <= whole.capped_fraction <= 1 + 1e-6
-
-
-def test_modules_without_log_probabilities_weight_their_imitation() -> None:
-    """Distances 1 and 3 at advantages log 2 and 0 over 2 scalars: (2 · 1 + 1 · 3) / 2."""
-    weights, _ = advantage_weights(torch.tensor([math.log(2.0), 0.0]), 1.0, 20.0)
-    predicted = torch.tensor([[[1.0]], [[3.0]]])
-    is_pad = torch.zeros(2, 1, dtype=torch.bool)
-    assert sft_l1(predicted, torch.zeros(2, 1, 1), is_pad, 2, row_weight=weights).item() == pytest.approx(2.5)

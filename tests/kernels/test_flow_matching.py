@@ -11,6 +11,7 @@ from kernels.flow_matching import (
     sample_beta,
     sample_noise,
     sample_training,
+    squared_error,
     velocity_loss,
 )
 
@@ -102,3 +103,34 @@ def test_the_loss_is_a_sum_over_valid_scalars_by_the_given_count() -> None:
     assert loss.item() == pytest.approx(0.5)
     assert predicted.grad is not None
     torch.testing.assert_close(predicted.grad.flatten(), torch.tensor([0.2, -0.4, 0.0]))
+
+
+def test_a_velocity_that_was_predicted_as_nan_under_the_mask_reaches_no_gradient() -> None:
+    """Three rows of two actions; the masked ones predicted, right, or both, as NaN and infinity.
+
+    What is left has the gradients, and the loss, of the valid actions alone.
+    """
+    generator = torch.Generator().manual_seed(0)
+    given, velocity = torch.randn(3, 2, 4, generator=generator), torch.randn(3, 2, 4, generator=generator)
+    is_pad = torch.tensor([[False, True], [True, True], [False, False]])
+    predicted = given.clone()
+    predicted[0, 1], predicted[1, 0], predicted[1, 1] = float("nan"), float("nan"), float("inf")
+    velocity[1, 0], velocity[1, 1] = float("nan"), float("inf")
+    predicted.requires_grad_()
+    loss = velocity_loss(predicted, velocity, is_pad, 12.0)
+    loss.backward()
+    alone = given[~is_pad].unsqueeze(0).requires_grad_()  # one row of the three valid actions
+    expected = velocity_loss(alone, velocity[~is_pad].unsqueeze(0), torch.zeros(1, 3, dtype=torch.bool), 12.0)
+    expected.backward()
+    assert predicted.grad is not None
+    assert alone.grad is not None
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(predicted.grad[~is_pad], alone.grad[0])
+    assert (predicted.grad[is_pad] == 0).all()
+
+
+def test_errors_of_several_draws_are_masked_alike() -> None:
+    """One row, two draws, two actions of which the second is padded: 1, 9 and twice 0."""
+    predicted = torch.tensor([[[[2.0], [7.0]], [[4.0], [float("nan")]]]])
+    error = squared_error(predicted, torch.ones(1, 2, 2, 1), torch.tensor([[[False, True]]]))
+    assert error.flatten().tolist() == [1, 0, 9, 0]

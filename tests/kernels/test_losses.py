@@ -65,18 +65,6 @@ def test_nan_that_was_predicted_under_the_mask_reaches_no_gradient() -> None:
     assert predicted.grad.flatten().tolist() == [1, 0]
 
 
-def test_rows_count_by_their_weight() -> None:
-    """|1| · 2 and |3| · 0.5 over 2 scalars: 1.75; a padded row's weight is not read."""
-    predicted = torch.tensor([[[1.0]], [[3.0]], [[7.0]]], requires_grad=True)
-    is_pad = torch.tensor([[False], [False], [True]])
-    weight = torch.tensor([2.0, 0.5, float("nan")])
-    loss = sft_l1(predicted, torch.zeros(3, 1, 1), is_pad, 2, row_weight=weight)
-    loss.backward()
-    assert loss.item() == 1.75
-    assert predicted.grad is not None
-    assert predicted.grad.flatten().tolist() == [1, 0.25, 0]
-
-
 def test_no_padding_equals_a_mask_of_ones_and_nothing_valid_is_zero() -> None:
     predicted, target = torch.randn(3, 2, 2), torch.randn(3, 2, 2)
     none = torch.zeros(3, 2, dtype=torch.bool)

@@ -16,6 +16,7 @@ from configs.cluster import ClusterSpec
 from configs.errors import SpecError
 from configs.home import Home
 from configs.model import LoraTarget
+from configs.requests import CollectRequest
 from configs.spec import parse
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, exported
@@ -333,16 +334,25 @@ def test_every_algorithm_that_collects_is_admitted_with_modules_that_learn_by_rl
 
 
 AWR = {"kind": "awr", "jobs": 2, "batches_per_job": 2, "microbatch_size": 8, "optimizer": {"learning_rate": 0.001}}
+WIDTHS = {"horizon": 1, "action_width": 2, "state_width": 2, "proprioception": "head", "hidden_width": 64}
+GR00T = WIDTHS | {"kind": "gr00t", "layers": 2, "heads": 2, "head_width": 32, "future_tokens": 4}
+PI = WIDTHS | {"kind": "pi", "mlp_width": 128, "heads": 4}
+
+
+def recorded(folder: Path, *, rewards: bool = True) -> str:
+    """A dataset of one episode of three steps; its path."""
+    widths = {"cameras": {"top": (64, 64)}, "state_width": 2, "action_width": 2}
+    with LeRobotWriter(folder, fps=10, rewards=rewards, **widths) as writer:
+        picture, vectors = np.zeros((3, 64, 64, 3), np.uint8), np.arange(6, dtype=np.float32).reshape(3, 2)
+        writer.add_episode({"top": picture}, vectors, vectors, "reach", np.ones(3, np.float32) if rewards else None)
+    return str(folder)
 
 
 @pytest.mark.parametrize("rewards", [True, False])
 def test_offline_rl_takes_a_dataset_that_holds_rewards(tmp_path: Path, rewards: bool) -> None:
     """As jobs of recorded data it has no rollouts, and its jobs are trained alone."""
-    widths = {"cameras": {"top": (64, 64)}, "state_width": 2, "action_width": 2}
-    with LeRobotWriter(tmp_path / "data", fps=10, rewards=rewards, **widths) as writer:
-        picture, vectors = np.zeros((3, 64, 64, 3), np.uint8), np.arange(6, dtype=np.float32).reshape(3, 2)
-        writer.add_episode({"top": picture}, vectors, vectors, "reach", np.ones(3, np.float32) if rewards else None)
-    offline = {"environment": None, "data": {"dataset": str(tmp_path / "data")}, "algorithm": AWR}
+    dataset = recorded(tmp_path / "data", rewards=rewards)
+    offline = {"environment": None, "data": {"dataset": dataset}, "algorithm": AWR}
     spec = workload(**offline)
     if not rewards:
         (fault,) = refused(spec, tmp_path)
@@ -354,5 +364,38 @@ def test_offline_rl_takes_a_dataset_that_holds_rewards(tmp_path: Path, rewards: 
     assert (config.policy_key, config.sample_count, config.dataset) == ("reach.rl", 16, str(tmp_path / "data"))
     assert (policy["task_type"], policy["max_active_rollouts"], policy["base_model"]) == ("sft", None, None)
     assert (config.features_travel, config.environment) == (False, None)
-    (fault,) = refused(workload("reach-flow", **offline), tmp_path)
-    assert fault.startswith("action_module.kind: got \"gr00t with algorithm 'awr'\"; possible: lora, oft; ")
+
+
+def test_the_offline_preset_takes_the_dataset_that_was_collected_for_it(tmp_path: Path) -> None:
+    """Refused for want of that dataset alone, or of its rewards, until what was executed lies under its name."""
+    home, spec = Home(tmp_path), workload("reach-offline")
+    (fault,) = refused(spec, tmp_path)
+    assert fault.startswith("data.dataset: got 'reach-executed'; possible: no dataset yet; collect it first")
+    assert spec.evaluation is not None
+    request = CollectRequest(
+        dataset="reach-executed", environment=spec.evaluation.environment, record="executed", action_noise=2.0
+    )
+    for rewards in (False, True):
+        recorded(home.datasets / request.dataset, rewards=rewards)
+        if not rewards:
+            (fault,) = refused(spec, tmp_path)
+            assert "possible: datasets with a column next.reward" in fault
+            shutil.rmtree(home.datasets / request.dataset)
+    config = admit(spec, home, LAPTOP)
+    assert (config.policy_key, config.algorithm.kind, config.sample_count) == ("reach-offline.rl", "awr", 768)
+
+
+@pytest.mark.parametrize("module", [GR00T, PI], ids=lambda module: module["kind"])
+def test_offline_rl_takes_modules_that_denoise_where_a_policy_gives_them_a_critic(
+    tmp_path: Path, module: dict[str, Any]
+) -> None:
+    """As RL by rollouts does; the refusal says which policies there are."""
+    offline = {"environment": None, "data": {"dataset": recorded(tmp_path / "data")}, "algorithm": AWR}
+    for policy in ({"kind": "flow_sde"}, {"kind": "flow_noise"}):
+        config = admit(workload(action_module=module | {"policy": policy}, **offline), Home(tmp_path), LAPTOP)
+        assert (config.algorithm.kind, config.policy.action_module.kind) == ("awr", module["kind"])
+        assert config.policy.action_module.policy.kind == policy["kind"]
+    assert refused(workload(action_module=module, **offline), tmp_path) == [
+        f"action_module.policy: got None; possible: flow_sde, flow_noise for {module['kind']!r} with task 'rl'; "
+        "declare one, in the supervised workload before it too"
+    ]

@@ -314,17 +314,15 @@ def test_where_there_is_no_place_for_an_adapter_none_is_named(changes: dict[str,
 
 
 def test_groups_that_could_not_be_compared_are_refused(tmp_path: Path) -> None:
-    """32 environments in groups of 6; 19 chunks of one step where an episode may take 20."""
+    """64 environments in groups of 6; 4 chunks of four steps where an episode may take 20."""
     assert refused(workload("reach-grpo", algorithm__group_size=6), tmp_path) == [
-        "algorithm.group_size: got 6; possible: 2, 4, 8, 16, 32 with num_envs 32, which it divides; "
+        "algorithm.group_size: got 6; possible: 2, 4, 8, 16, 32, 64 with num_envs 64, which it divides; "
         "change one: the episodes of a group run in environments side by side"
     ]
-    (fault,) = refused(workload("reach-grpo", algorithm__rollout_steps=19), tmp_path)
-    assert fault.startswith(
-        "algorithm.rollout_steps: got 19; possible: 20 or more with kind 'grpo' (20 steps an episode"
-    )
-    by_twos = workload("reach-grpo", algorithm__rollout_steps=10, action_module__horizon=2)
-    assert admit(by_twos, Home(tmp_path), LAPTOP).sample_count == 320
+    (fault,) = refused(workload("reach-grpo", algorithm__rollout_steps=4), tmp_path)
+    assert fault.startswith("algorithm.rollout_steps: got 4; possible: 5 or more with kind 'grpo' (20 steps an episode")
+    by_ones = workload("reach-grpo", algorithm__rollout_steps=20, action_module__horizon=1)
+    assert admit(by_ones, Home(tmp_path), LAPTOP).sample_count == 1280
 
 
 def test_every_algorithm_that_collects_is_admitted_with_modules_that_learn_by_rl(tmp_path: Path) -> None:

@@ -60,15 +60,18 @@ class Curve:
     aim: float | None = None
 
 
+_REACH = {
+    "PPO": Curve("reach", 8, 100, jobs=40, aim=0.95),
+    "GRPO": Curve("reach-grpo", 12, 100, aim=0.95),
+    "Flow-SDE PPO": Curve("reach-flow", 16, 100, aim=0.95),
+}
 TASKS: dict[str, dict[str, Curve]] = {
-    "reach": {
-        "PPO": Curve("reach", 8, 100, jobs=40, aim=0.95),
-        "GRPO": Curve("reach-grpo", 12, 100, aim=0.95),
-        "Flow-SDE PPO": Curve("reach-flow", 16, 100, aim=0.95),
-    },
+    "reach": _REACH,
+    **{curve.preset if curve.jobs is None else "reach-ppo": {name: curve} for name, curve in _REACH.items()},
     "push": {"PPO from SFT": Curve("push-on", 10, 50, first="push-start", demonstrations=12, aim=0.85)},
     "pick": {"PPO": Curve("pick-return", 10, 50, metric="mean_return")},
 }
+"""{task: {name: curve}}; in lock-step a curve is the same to the bit whichever others are learned beside it."""
 
 
 @dataclass
@@ -157,14 +160,15 @@ async def _points(client: Any, learner: Learner) -> list[tuple[int, float]]:
     if others := sorted({job["state"] for job in jobs} - {"completed"}):
         raise RuntimeError(f"{learner.tenant}: jobs ended as {', '.join(others)}; see the flow runs' logs")
     history = await metrics.history(jobs[0]["metadata"]["mlflow_run"], f"evaluation/{learner.curve.metric}")
-    return at_steps([(job["metadata"]["version"], job["sample_count"]) for job in jobs], history)
+    found = [(job["metadata"]["version"], job["metadata"]["valid_transitions"]) for job in jobs]
+    return at_steps(found, history)
 
 
 def at_steps(jobs: Sequence[tuple[int, int]], history: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Evaluations by the environment steps that their version was learned from.
 
     Args:
-        jobs: (version that it made, samples) of each job; one that made no version repeats the one before.
+        jobs: (version that it made, steps) of each job; one that made no version repeats the one before.
         history: (version, the metric), once a version.
 
     Returns:
@@ -172,7 +176,7 @@ def at_steps(jobs: Sequence[tuple[int, int]], history: Sequence[tuple[int, float
     """
     found: dict[int, float] = {}
     for version, value in history:
-        found[sum(samples for made, samples in jobs if made <= version)] = value
+        found[sum(steps for made, steps in jobs if made <= version)] = value
     return sorted(found.items())
 
 

@@ -13,14 +13,19 @@ from configs.algorithm import RolloutSpec
 from configs.home import Home
 from services.admission import admit_all
 
-CURVES = [curve for curves in TASKS.values() for curve in curves.values()]
+CURVES = {curve.preset: curve for curves in TASKS.values() for curve in curves.values()}.values()
 
 
 def test_an_evaluation_stands_at_the_steps_that_its_version_was_learned_from() -> None:
-    """Jobs of 10, 10 and 5 samples made versions 4, 4 (nothing to learn) and 6; 2 is what it began with."""
+    """Jobs of 10, 10 and 5 steps made versions 4, 4 (nothing to learn) and 6; 2 is what it began with."""
     jobs = [(4, 10), (4, 10), (6, 5)]
     assert learning.at_steps(jobs, [(2, 0.1), (4, 0.5), (6, 0.7)]) == [(0, 0.1), (20, 0.5), (25, 0.7)]
     assert learning.at_steps(jobs, [(6, 0.6), (2, 0.1), (6, 0.7)]) == [(0, 0.1), (25, 0.7)]
+
+
+def test_each_curve_has_a_task_of_its_own() -> None:
+    assert list(TASKS) == ["reach", "reach-ppo", "reach-grpo", "reach-flow", "push", "pick"]
+    assert [list(TASKS[name]) for name in ("reach-ppo", "reach-grpo")] == [["PPO"], ["GRPO"]]
 
 
 def test_means_and_gains_by_hand(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ async def _points(client: Any, learner: Learner) -> list[tuple[int, float]]:
     if others := sorted({job["state"] for job in jobs} - {"completed"}):
         raise RuntimeError(f"{learner.tenant}: jobs ended as {', '.join(others)}; see the flow runs' logs")
     history = await metrics.history(jobs[0]["metadata"]["mlflow_run"], f"evaluation/{learner.curve.metric}")
-    found = [(job["metadata"]["version"], job["metadata"]["valid_transitions"]) for job in jobs]
+    found = [(job["metadata"]["version"], job["metadata"]["rollout_summary"]["valid_transitions"]) for job in jobs]
     return at_steps(found, history)
 
 

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from configs.spec import Name, Spec
 
+HELD_BYTES = 1 << 30
+"""Of features, where a cluster declares no other bound."""
+
 
 class InferenceBatchingSpec(Spec):
     """The paper's B and T, and what decodes together."""
@@ -57,6 +60,12 @@ class ClusterSpec(Spec):
         default=256 << 20,
         ge=0,
         description="What the base computed of demonstrations, kept for later epochs, a tenant at most; 0: nothing.",
+    )
+    max_update_feature_bytes: int = Field(
+        default=HELD_BYTES,
+        ge=0,
+        description="What the base computed of one job's samples, held while they are trained on, at most (about twice "
+        "that while it is computed); of a larger job each microbatch's is computed when its turn comes.",
     )
     max_job_bytes: int = Field(
         default=1 << 30,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.algorithm import SftSpec
 from configs.backend import BackendConfig
+from configs.cluster import HELD_BYTES
 from configs.errors import Conflict, SpecError, TenantFault, UnknownObject, refusal
 from configs.home import Home
 from configs.model import BaseModelSpec
@@ -49,10 +50,16 @@ class TrainingModelService:
         base_models: `BaseModelSpec`s as JSON, to keep resident.
         max_slots: tenants at one time.
         max_feature_bytes: what the base computed of a tenant's demonstrations and is kept, at most.
+        max_update_feature_bytes: what the base computed of one job and is held while it is trained, at most.
     """
 
     def __init__(
-        self, home: str, base_models: list[dict[str, Any]], max_slots: int, max_feature_bytes: int = 0
+        self,
+        home: str,
+        base_models: list[dict[str, Any]],
+        max_slots: int,
+        max_feature_bytes: int = 0,
+        max_update_feature_bytes: int = HELD_BYTES,
     ) -> None:
         from services.feature_store import FeatureStore
         from services.resident_models import load_base_models
@@ -62,6 +69,7 @@ class TrainingModelService:
         self._bases = load_base_models([BaseModelSpec.model_validate(spec) for spec in base_models])
         self._max_slots = max_slots
         self._kept = FeatureStore(max_feature_bytes)
+        self._held_bytes = max_update_feature_bytes
         self._slots: dict[str, PolicySlot] = {}
         self._configs: dict[str, BackendConfig] = {}  # {policy_key: configuration}
         self._folders: dict[str, Path] = {}  # {policy_key: output folder of the workload}
@@ -183,10 +191,12 @@ class TrainingModelService:
                 slot = self._slot(tenant)
                 _, data = await self._run(self._files, self._read, job, "train", training_fields(backend))
                 if isinstance(backend.algorithm, SftSpec):
+                member = Member(slot, backend, data, self._held_bytes)
                     joined = True
-                    trained, result = await self._gathering.join(together, job_id, Member(slot, backend, data))
+                    trained, result = await self._gathering.join(together, job_id, member)
                 else:
-                    trained, result = await self._run(self._compute, self._train, Member(slot, backend, data))
+                    trained, result = await self._run(self._compute, self._train, member)
+                result["metrics"] |= {k: float(v) for k, v in job["metadata"].get("group_counts", {}).items()}
                 await self._commit(job, backend, trained, result)
         finally:
             if not joined:
@@ -376,12 +386,12 @@ class TrainingModelService:
         from services.training_group import Member, train_alone
 
         single = backend.algorithm.single_step(len(batch["proprioception"]))
-        member = Member(slot, backend.model_copy(update={"algorithm": single}), batch)
+        member = Member(slot, backend.model_copy(update={"algorithm": single}), batch, self._held_bytes)
         return train_alone(self._backbone(backend), member, None, self._busy)
 
     def _evaluate(self, slot: PolicySlot, backend: BackendConfig, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         with self._busy.record("actor_forward", {backend.policy.tenant: 1}):
-            return slot.evaluated(self._backbone(backend), backend, data)
+            return slot.evaluated(self._backbone(backend), backend, data, self._held_bytes)
 
     # lookups
 

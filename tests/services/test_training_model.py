@@ -396,6 +396,29 @@ def test_an_update_on_features_that_travelled_runs_no_forward_and_gives_the_same
 def test_demonstrations_seen_before_are_not_encoded_again_and_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+def test_a_service_without_room_for_a_jobs_features_encodes_each_microbatch_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPO in two epochs on pictures: 8 samples in the actor forward, then 8 held or 16 in turn; the same bits."""
+
+    async def trained(name: str, **bound: int) -> tuple[Parameters, int]:
+        folder = tmp_path / name
+        service = TrainingModelService(str(folder), BASES, 4, **bound)
+        config = reusing(backend("a", "rl"), "never")
+        await opened(service, folder, config)
+        described = _rollout(folder, config)
+        forwards = Forwards(service, monkeypatch)
+        await service.actor_forward(described)
+        await service.compute_advantages(described)
+        await service.train_job(described)
+        return await parameters(service, "a"), forwards.rows
+
+    held, rows = asyncio.run(trained("held"))
+    in_turn, more = asyncio.run(trained("in turn", max_update_feature_bytes=8 * 4 * 128 * 4 - 1))
+    assert (rows, more) == (16, 24)
+    assert equal(held, in_turn)
+
+
     """Three epochs over the same 8 samples and one over others, with and without the store."""
 
     async def trained(how: str, seeds: tuple[int, ...] = (0, 0, 0, 1)) -> tuple[Parameters, list[int], dict[str, int]]:

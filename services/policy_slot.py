@@ -25,7 +25,7 @@ from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules
 from kernels.action_modules import ActionModule, Evaluation
 from kernels.advantage_weighted import awr_update
-from kernels.advantages import ESTIMATORS
+from kernels.advantages import ESTIMATORS, group_counts
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature
 from kernels.lora import load_peft
@@ -403,3 +403,9 @@ def advantages(data: Mapping[str, np.ndarray], algorithm: RolloutAlgorithm) -> d
         fields["next_value"] = following.astype(np.float32)
     kind, settings = algorithm.estimation
     return ESTIMATORS[kind](fields, num_envs=algorithm.num_envs, **settings)
+
+
+def compared(data: Mapping[str, np.ndarray], algorithm: RolloutAlgorithm) -> dict[str, int]:
+    """What became of the groups whose episodes are compared, see `group_counts`; empty where none are."""
+    keep_return = algorithm.estimation[1].get("keep_return")
+    return {} if algorithm.asks_critic else group_counts(data, num_envs=algorithm.num_envs, keep_return=keep_return)

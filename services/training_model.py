@@ -167,7 +167,8 @@ class TrainingModelService:
         Returns:
             {"version", "optimizer_steps", "metrics", "seconds", "checkpoint", "register", "nothing_to_learn"}: whether
             the workload's cadence asks for an adapter version now, and whether the job made no step, so that the
-            version is the one before and nothing was written; the same again for a job done before.
+            version is the one before and nothing was written; the same again for a job done before. What became of
+            groups, if the job's metadata says so, is among the metrics.
 
         Raises:
             TenantFault: if the tenant's numbers are not finite; the slot stays as it was.
@@ -190,8 +191,8 @@ class TrainingModelService:
                     return done
                 slot = self._slot(tenant)
                 _, data = await self._run(self._files, self._read, job, "train", training_fields(backend))
-                if isinstance(backend.algorithm, SftSpec):
                 member = Member(slot, backend, data, self._held_bytes)
+                if isinstance(backend.algorithm, SftSpec):
                     joined = True
                     trained, result = await self._gathering.join(together, job_id, member)
                 else:
@@ -257,15 +258,20 @@ class TrainingModelService:
         return {"version": slot.version, "samples": meta.size}
 
     async def compute_advantages(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Attach `advantage` [n, H] and `return` [n] to an RL partition."""
-        from services.policy_slot import advantage_fields, advantages
+        """Attach `advantage` [n, H] and `return` [n] or `loss_mask` [n, H] to an RL partition.
+
+        Returns:
+            {"samples", "group_counts"}: the latter of `kernels.advantages.group_counts`, empty where none are compared.
+        """
+        from services.policy_slot import advantage_fields, advantages, compared
 
         backend = self._config(job["policy_key"])
         stage = "compute_advantages_and_returns"
         meta, data = await self._run(self._files, self._read, job, stage, advantage_fields(backend))
         derived = await self._run(self._compute, advantages, data, backend.algorithm)
+        counts = await self._run(self._compute, compared, data, backend.algorithm)
         await self._run(self._files, self._derive, meta, derived)
-        return {"samples": meta.size}
+        return {"samples": meta.size, "group_counts": counts}
 
     async def export_params(self, tenant_id: str) -> dict[str, Any]:
         """The tenant's payload: {"tenant_id", "schema_signature", "version", "tensors"}; never the base."""

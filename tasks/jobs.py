@@ -247,16 +247,17 @@ async def actor_forward(platform: Platform, job: dict[str, Any]) -> None:
 
 @task(task_run_name="advantages {job[job_id]}", cache_policy=NO_CACHE)
 async def compute_advantages(platform: Platform, job: dict[str, Any]) -> None:
-    """Have the training service attach advantages and returns."""
+    """Have the training service attach advantages and returns; what became of groups joins the job's metadata."""
     await _stage(platform, job, "compute_advantages", "ready")
 
 
 async def _stage(platform: Platform, job: dict[str, Any], verb: str, next_state: str) -> None:
     async with carried_out(platform, job), renewed_lease(platform, job):
         training = await platform.training()
-        await getattr(training, verb)(job)
+        found: dict[str, Any] = await getattr(training, verb)(job)
+    metadata = {"group_counts": found["group_counts"]} if found.get("group_counts") else None
     scheduler = await platform.scheduler()
-    await scheduler.mark(job["job_id"], next_state, job["lease_token"])
+    await scheduler.mark(job["job_id"], next_state, job["lease_token"], metadata)
 
 
 @task(task_run_name="train {job[job_id]}", cache_policy=NO_CACHE)

@@ -60,7 +60,17 @@ def test_tenants_of_every_algorithm_learn_at_once(platform: PlatformAddresses, h
             scheduler = await here.service(lookup.SCHEDULER)
             for job in await scheduler.jobs(policy_key="filtered.rl"):
                 assert job["metadata"]["nothing_to_learn"] is True
-                assert job["metadata"]["metrics"] == {"nothing_to_learn": 1.0}
+                metrics = dict(job["metadata"]["metrics"])
+                assert metrics.pop("nothing_to_learn") == 1.0
+                assert metrics == job["metadata"]["group_counts"]
+                assert metrics["filtered_groups"] == metrics["groups"] > 0
+                curves = await here.service(lookup.METRICS)
+                curve = await curves.history(job["metadata"]["mlflow_run"], "train/filtered_groups")
+                assert metrics["filtered_groups"] in [value for _, value in curve]
+            totals = [reports[name]["group_counts"] for name in specs]
+            assert totals[0]["groups"] >= totals[0]["constant_groups"]
+            assert totals[1:3] == [{}, {}]
+            assert totals[3]["filtered_groups"] == totals[3]["groups"] > totals[3]["constant_groups"] == 0
             served = await (await here.service(lookup.TRAINING)).versions()
             assert {name: served[name] for name in specs} == {n: r["policy_version"] for n, r in reports.items()}
             assert PartitionStore(home.partitions).list() == []

@@ -18,6 +18,7 @@ class PolicyConfig(Spec):
     base_model: BaseModelSpec
     action_module: ActionModuleSpec
     cameras: tuple[CameraSpec, ...]
+    turned_cameras: tuple[str, ...] | None = None  # None: learned from recorded pictures that nothing is said of
     instruction: str | None = None
     state: StatisticsSpec
     action: StatisticsSpec

@@ -28,9 +28,15 @@ class InferenceBatchingSpec(Spec):
 
 
 class TrainingGroupSpec(Spec):
-    """Supervised jobs of several tenants that share the base's forwards; their pictures stay within `max_job_bytes`."""
+    """Supervised jobs of several tenants that share the base's forwards."""
 
     max_jobs: int = Field(default=4, gt=0, description="Jobs trained together at most; 1: each alone.")
+    max_bytes: int = Field(
+        default=1 << 30,
+        ge=0,
+        description="Of all members together, at most: their pictures, and the copies of policies and optimizers that "
+        "they are trained on.",
+    )
     beside_rl: bool = Field(
         default=False, description="Also while an RL workload runs, whose jobs then wait for a whole group."
     )

@@ -74,6 +74,14 @@ class PolicySlot:
             tensors += [v for s in optimizer.adam.state.values() for v in s.values() if isinstance(v, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of what `copied` makes for a job, as large as it may grow there: parameters, their gradients, and of
+        each optimizer two moments and a counter."""
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        size = sum(p.numel() * p.element_size() for p in trained)
+        return self.module.num_bytes + size + len(self.optimizers) * (2 * size + 4 * len(trained))
+
     def ensure_optimizer(self, policy_key: str, algorithm: AlgorithmSpec) -> None:
         """A new workload of this policy starts with a fresh optimizer, and from the policy that it finds."""
         self.optimizers[policy_key] = new_optimizer(self.module, algorithm)

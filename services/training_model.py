@@ -109,6 +109,9 @@ class TrainingModelService:
             folder: output folder of this workload.
             fresh: start from new weights at version 0 instead of those the slot has.
 
+        Returns:
+            {"version", "bytes", "copy_bytes"}: of the slot, and of what a job is trained on.
+
         Raises:
             Conflict: if the tenant's slot has another schema signature and `fresh` is not asked for, or the resident
                 base is not the declared one.
@@ -142,7 +145,7 @@ class TrainingModelService:
             self._jobs_trained[backend.policy_key] = 0
             self._last_job.pop(backend.policy_key, None)
             self._forget_unused_features()
-            return {"version": slot.version, "bytes": slot.num_bytes}
+            return {"version": slot.version, "bytes": slot.num_bytes, "copy_bytes": slot.copy_bytes}
 
     async def close_slot(self, tenant_id: str) -> None:
         """Forget the tenant's runtime state; its output folder stays. Closing twice is harmless."""

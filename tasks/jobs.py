@@ -21,7 +21,7 @@ from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore, indexed_instructions
 from storage.sample_order import sample_indices
 from tasks.connection import Platform
-from tasks.leases import renewed
+from tasks.leases import leased, renewed
 from tasks.tenants import OpenedTenant
 
 logger = logging.getLogger(__name__)
@@ -311,19 +311,19 @@ async def lease_company(
     bound = min(cluster.training_groups.max_jobs, at_most or cluster.training_groups.max_jobs)
     try:
         while job["task_type"] == "sft" and len(found) < bound:
-            scheduler = await platform.scheduler()
-            leased = await scheduler.lease_beside(
+            beside = await leased(
+                platform,
+                "lease_beside",
                 job_ids=[member["job_id"] for member in found],
                 consumer_role=job["consumer_role"],
                 domains=[job["domain"]],
                 holder=holder,
-                lease_s=cluster.lease_s,
-                max_bytes=cluster.max_job_bytes,
+                max_bytes=cluster.training_groups.max_bytes,
                 beside_rl=cluster.training_groups.beside_rl,
             )
-            if leased["job"] is None:
+            if beside is None:
                 break
-            found.append(leased["job"])
+            found.append(beside)
     except JoyNexusError as error:
         logger.warning("%d jobs without further company: %s", len(found), error)
     return found[1:]

@@ -18,6 +18,7 @@ class PolicyConfig(Spec):
     base_model: BaseModelSpec
     action_module: ActionModuleSpec
     cameras: tuple[CameraSpec, ...]
+    turned_cameras: tuple[str, ...] | None = None  # None: learned from recorded pictures that nothing is said of
     instruction: str | None = None
     state: StatisticsSpec
     action: StatisticsSpec
@@ -62,11 +63,14 @@ class BackendConfig(Spec):
         """See `RolloutSpec.rollout_delay`; None where nothing is rolled out."""
         return self.algorithm.rollout_delay if isinstance(self.algorithm, RolloutSpec) else None
 
-    def scheduler_policy(self) -> dict[str, object]:
+    def scheduler_policy(self, copy_bytes: int = 0) -> dict[str, object]:
         """The bounds that the Training Scheduler keeps for this policy.
 
         Jobs of recorded data move as SFT's, whatever is learned from them: no rollout, no stage before training, never
         stale. Several tenants' are trained together where they are supervised.
+
+        Args:
+            copy_bytes: of what a job is trained on, known once the slot is open.
         """
         delay = self.rollout_delay
         return {
@@ -81,5 +85,5 @@ class BackendConfig(Spec):
             "completion_target": self.algorithm.jobs,
             "max_active_rollouts": self.limits.max_active_rollouts if self.algorithm.collects else None,
             "base_model": None if self.task == "rl" else self.policy.base_model.name,
-            "job_bytes": self.sample_count * sum(3 * c.height * c.width for c in self.policy.cameras),
+            "job_bytes": copy_bytes + self.sample_count * sum(3 * c.height * c.width for c in self.policy.cameras),
         }

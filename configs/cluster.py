@@ -6,6 +6,9 @@ from pydantic import Field
 
 from configs.spec import Name, Spec
 
+HELD_BYTES = 1 << 30
+"""Of features, where a cluster declares no other bound."""
+
 
 class InferenceBatchingSpec(Spec):
     """The paper's B and T, and what decodes together."""
@@ -25,9 +28,15 @@ class InferenceBatchingSpec(Spec):
 
 
 class TrainingGroupSpec(Spec):
-    """Supervised jobs of several tenants that share the base's forwards; their pictures stay within `max_job_bytes`."""
+    """Supervised jobs of several tenants that share the base's forwards."""
 
     max_jobs: int = Field(default=4, gt=0, description="Jobs trained together at most; 1: each alone.")
+    max_bytes: int = Field(
+        default=1 << 30,
+        ge=0,
+        description="Of all members together, at most: their pictures, and the copies of policies and optimizers that "
+        "they are trained on.",
+    )
     beside_rl: bool = Field(
         default=False, description="Also while an RL workload runs, whose jobs then wait for a whole group."
     )
@@ -57,6 +66,12 @@ class ClusterSpec(Spec):
         default=256 << 20,
         ge=0,
         description="What the base computed of demonstrations, kept for later epochs, a tenant at most; 0: nothing.",
+    )
+    max_update_feature_bytes: int = Field(
+        default=HELD_BYTES,
+        ge=0,
+        description="What the base computed of one job's samples, held while they are trained on, at most (about twice "
+        "that while it is computed); of a larger job each microbatch's is computed when its turn comes.",
     )
     max_job_bytes: int = Field(
         default=1 << 30,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from configs.environment import CameraSpec
@@ -35,15 +35,25 @@ def base_identity(base: BaseModelSpec) -> dict[str, object]:
 
 
 def schema_signature(
-    base: BaseModelSpec, action_module: ActionModuleSpec, cameras: Sequence[CameraSpec], *, light_visuals: bool
+    base: BaseModelSpec,
+    action_module: ActionModuleSpec,
+    cameras: Sequence[CameraSpec],
+    *,
+    light_visuals: bool,
+    turned_cameras: Collection[str] = (),
 ) -> str:
-    """Digest of a tenant's whole model-facing interface: base, tap, module, widths, horizon and cameras."""
+    """Digest of a tenant's whole model-facing interface: base, tap, module, widths, horizon, cameras and their turns.
+
+    Without turned cameras it is the one from before they could be declared.
+    """
+    turned = {"turned_cameras": sorted(turned_cameras)} if turned_cameras else {}
     return digest(
         {
             "base_model": base_identity(base),
             "action_module": action_module.model_dump(mode="json"),
             "cameras": sorted((c.model_dump(mode="json") for c in cameras), key=lambda c: str(c["name"])),
             "light_visuals": light_visuals,
+            **turned,
         }
     )
 

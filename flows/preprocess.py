@@ -12,6 +12,7 @@ from prefect.runtime import flow_run
 from configs.errors import JoyNexusError, ServiceUnavailable
 from tasks.connection import Platform, platform_connection
 from tasks.jobs import DOMAIN, actor_forward, compute_advantages
+from tasks.leases import leased
 
 _WAIT_S = 10.0
 Stage = Callable[[Platform, dict[str, Any]], Awaitable[None]]
@@ -32,16 +33,17 @@ async def _serve(platform: Platform, holder: str, state: str, leased_state: str,
     logger = get_run_logger()
     while True:
         try:
-            scheduler = await platform.scheduler()
-            leased = await scheduler.lease_stage(
+            job = await leased(
+                platform,
+                "lease_stage",
                 state=state,
                 leased_state=leased_state,
                 consumer_role="actor",
                 domain=DOMAIN,
                 holder=holder,
-                lease_s=platform.cluster.lease_s,
             )
-            if (job := leased["job"]) is None:
+            if job is None:
+                scheduler = await platform.scheduler()
                 await scheduler.wait_for_state(state=state, timeout_s=_WAIT_S)
             else:
                 await stage(platform, job)

@@ -11,6 +11,7 @@ from prefect.runtime import flow_run
 from configs.errors import JoyNexusError, ServiceUnavailable
 from tasks.connection import Platform, platform_connection
 from tasks.jobs import DOMAIN, drop_if_stale, lease_company, train_job
+from tasks.leases import leased
 
 _WAIT_S = 10.0
 _AWAY_S = 1.0  # between two looks for a service that is being restarted
@@ -34,11 +35,9 @@ async def _consume(platform: Platform, holder: str, at_most: int | None) -> int:
     0 if none became ready in time or a service was away.
     """
     try:
-        scheduler = await platform.scheduler()
-        leased = await scheduler.lease_next(
-            consumer_role=_ROLE, domains=[DOMAIN], holder=holder, lease_s=platform.cluster.lease_s
-        )
-        if (job := leased["job"]) is None:
+        job = await leased(platform, "lease_next", consumer_role=_ROLE, domains=[DOMAIN], holder=holder)
+        if job is None:
+            scheduler = await platform.scheduler()
             await scheduler.wait_for_ready(consumer_role=_ROLE, domains=[DOMAIN], timeout_s=_WAIT_S)
             return 0
         if await drop_if_stale(platform, job):

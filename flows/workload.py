@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -67,7 +68,7 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
         if evaluating is not None:
             before = await evaluating
     counts = idle.result()
-    nothing_to_learn = await _without_a_step(platform, tenant, run_id)
+    completed = await _completed(platform, tenant, run_id)
     training = await platform.training()
     await _still_ours(platform, tenant, run_id)
     version = await training.publish(name)
@@ -86,7 +87,7 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
         "environment": (tenant.backend.environment or tenant.backend.evaluation_environment or _Nothing).name,
         "jobs": {state: counts.get(state, 0) for state in ("completed", "failed", "dropped")},
         "stale_jobs": counts["stale"],
-        "nothing_to_learn": nothing_to_learn,
+        **completed,
         "policy_version": version,
         "success_before": before and before["success_rate"],
         "success_after": after and after["success_rate"],
@@ -140,10 +141,18 @@ async def _until_idle(platform: Platform, tenant: OpenedTenant, run_id: str) -> 
             )
 
 
-async def _without_a_step(platform: Platform, tenant: OpenedTenant, run_id: str) -> int:
-    """Completed jobs of this run that had nothing to learn from, of those that the scheduler still remembers."""
+async def _completed(platform: Platform, tenant: OpenedTenant, run_id: str) -> dict[str, Any]:
+    """Of this run's completed jobs that the scheduler still remembers: how many had nothing to learn from, and what
+    became of all the groups whose episodes were compared (none of other algorithms)."""
     jobs = await (await platform.scheduler()).jobs(policy_key=tenant.backend.policy_key, states=["completed"])
-    return sum(job["flow_run_id"] == run_id and job["metadata"].get("nothing_to_learn", False) for job in jobs)
+    found = [job["metadata"] for job in jobs if job["flow_run_id"] == run_id]
+    counts: Counter[str] = Counter()
+    for metadata in found:
+        counts.update(metadata.get("group_counts", {}))
+    return {
+        "nothing_to_learn": sum(metadata.get("nothing_to_learn", False) for metadata in found),
+        "group_counts": dict(counts),
+    }
 
 
 async def _still_ours(platform: Platform, tenant: OpenedTenant, run_id: str) -> None:

@@ -204,18 +204,18 @@ async def _follow(tenants: list[DemoTenant], api: PrefectApi, client: Any, conso
                     run = await api.run(tenant.flow_run_id)
                     tenant.state = run["state_type"]
                     tenant.message = (run.get("state") or {}).get("message") or ""
-            counts, active = await _seen(client)
-            live.update(_progress_table(tenants, counts, active, time.time() - started))
+            policies, active = await _seen(client)
+            live.update(_progress_table(tenants, policies, active, time.time() - started))
             if not console.is_terminal and time.time() - last > 20:
                 last = time.time()
-                console.print(_progress_line(tenants, counts, active, time.time() - started), highlight=False)
+                console.print(_progress_line(tenants, policies, active, time.time() - started), highlight=False)
             if all(t.state in TERMINAL_STATES for t in tenants):
                 return
             await asyncio.sleep(_POLL_S)
 
 
-async def _seen(client: Any) -> tuple[dict[str, dict[str, int]], dict[str, str]]:
-    """Jobs by policy key and state, and what each tenant's environments are at."""
+async def _seen(client: Any) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The scheduler's snapshot by policy key, and what each tenant's environments are at."""
     try:
         scheduler = await lookup.service(lookup.SCHEDULER, client, timeout_s=20)
         inference = await lookup.service(lookup.INFERENCE, client, timeout_s=20)
@@ -223,24 +223,23 @@ async def _seen(client: Any) -> tuple[dict[str, dict[str, int]], dict[str, str]]
     except JoyNexusError:
         return {}, {}
     active = {a["tenant"]: f"{a['kind']} {a['done']}/{a['of']} at version {a['version']}" for a in status["active"]}
-    return {key: policy["counts"] for key, policy in snapshot["policies"].items()}, active
+    return dict(snapshot["policies"]), active
 
 
 def _progress_table(
-    tenants: list[DemoTenant], counts: dict[str, dict[str, int]], active: dict[str, str], seconds: float
+    tenants: list[DemoTenant], policies: dict[str, dict[str, Any]], active: dict[str, str], seconds: float
 ) -> Table:
     table = Table(title=f"four tenants on one base model, {seconds:.0f} s")
     for column in ("tenant", "task", "environment", "jobs", "flow run", "environments at"):
         table.add_column(column)
     for tenant in tenants:
-        own = counts.get(tenant.workload.policy_key, {})
-        jobs = f"{own.get('completed', 0)}/{tenant.workload.algorithm.jobs}"
-        waiting = ", ".join(f"{n} {s}" for s, n in own.items() if n and s not in ("completed",))
+        own = policies.get(tenant.workload.policy_key)
+        jobs = f"{own['completed'] if own else 0}/{tenant.workload.algorithm.jobs}"
         table.add_row(
             tenant.name,
             tenant.workload.task,
             tenant.environment,
-            f"{jobs} {waiting}".strip(),
+            f"{jobs} {tables.not_completed(own) if own else ''}".strip(),
             tenant.state.lower(),
             active.get(tenant.name, ""),
         )
@@ -248,13 +247,14 @@ def _progress_table(
 
 
 def _progress_line(
-    tenants: list[DemoTenant], counts: dict[str, dict[str, int]], active: dict[str, str], seconds: float
+    tenants: list[DemoTenant], policies: dict[str, dict[str, Any]], active: dict[str, str], seconds: float
 ) -> str:
     parts = []
     for tenant in tenants:
-        done = counts.get(tenant.workload.policy_key, {}).get("completed", 0)
-        doing = active.get(tenant.name, tenant.state.lower())
-        parts.append(f"{tenant.name} {done}/{tenant.workload.algorithm.jobs} ({doing})")
+        own = policies.get(tenant.workload.policy_key, {"completed": 0, "stale": 0})
+        jobs = f"{own['completed']}/{tenant.workload.algorithm.jobs}"
+        stale = f", {own['stale']} stale" if own["stale"] else ""
+        parts.append(f"{tenant.name} {jobs}{stale} ({active.get(tenant.name, tenant.state.lower())})")
     return f"  {seconds:4.0f} s  " + "  ".join(parts)
 
 

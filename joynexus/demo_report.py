@@ -52,7 +52,7 @@ def tenant_report(
     """What `report.json` says of a tenant: the report in its workload's folder, compute seconds, RL's updates."""
     path: Path = home.tenant(workload.tenant.name) / "workloads" / flow_run_id / "report.json"
     found = json.loads(path.read_text(encoding="utf-8"))
-    fields = ("task", "environment", "jobs", "policy_version", "success_before", "success_after")
+    fields = ("task", "environment", "jobs", "stale_jobs", "policy_version", "success_before", "success_after")
     report = {name: found[name] for name in fields}
     if found["success_blanked"] is not None:
         report["success_blanked"] = found["success_blanked"]
@@ -163,9 +163,9 @@ def print_report(console: Console, report: Mapping[str, Any], without_renderer: 
     if without_renderer:
         title += " (without renderer: Reach-v0 in place of the ManiSkill environments)"
     table = Table(title=title)
-    for column in ("tenant", "task", "environment", "jobs done/failed/dropped", "version", "success before → after"):
+    for column in ("tenant", "task", "environment", "jobs done/failed/dropped (stale)", "version"):
         table.add_column(column)
-    for column in ("blanked", "train s", "infer s", "adapter"):
+    for column in ("success before → after", "blanked", "train s", "infer s", "adapter"):
         table.add_column(column)
     for name, t in report["tenants"].items():
         jobs, adapter = t["jobs"], t["adapter"]
@@ -173,7 +173,7 @@ def print_report(console: Console, report: Mapping[str, Any], without_renderer: 
             name,
             t["task"],
             t["environment"],
-            f"{jobs['completed']}/{jobs['failed']}/{jobs['dropped']}",
+            f"{jobs['completed']}/{jobs['failed']}/{jobs['dropped']} ({t['stale_jobs']})",
             str(t["policy_version"]),
             f"{_share(t['success_before'])} → {_share(t['success_after'])}",
             _share(t["success_blanked"]) if "success_blanked" in t else "",

@@ -174,27 +174,26 @@ async def _follow(
                 progress.add_task(f.config.policy_key, total=f.config.algorithm.jobs, state="waiting") for f in followed
             ]
             while True:
-                counts = await _counts(client)
+                policies = await _policies(client)
                 for one, bar in zip(followed, bars, strict=True):
                     if one.state not in TERMINAL_STATES:
                         run = await api.run(one.flow_run_id)
                         one.state = run["state_type"]
                         one.message = (run.get("state") or {}).get("message") or ""
-                    own = counts.get(one.config.policy_key, {})
-                    text = ", ".join(f"{n} {state}" for state, n in own.items() if n and state != "completed")
-                    progress.update(
-                        bar, completed=own.get("completed", 0), state=f"{one.state.capitalize()} {text}".strip()
-                    )
+                    own = policies.get(one.config.policy_key)
+                    text = tables.not_completed(own) if own else ""
+                    completed = own["completed"] if own else 0
+                    progress.update(bar, completed=completed, state=f"{one.state.capitalize()} {text}".strip())
                 if all(one.state in TERMINAL_STATES for one in followed):
                     return
                 await asyncio.sleep(_POLL_S)
 
 
-async def _counts(client: Any) -> dict[str, dict[str, int]]:
-    """Jobs by policy key and state; empty while the scheduler is being replaced."""
+async def _policies(client: Any) -> dict[str, dict[str, Any]]:
+    """The scheduler's snapshot by policy key; empty while it is being replaced."""
     try:
         scheduler = await lookup.service(lookup.SCHEDULER, client, timeout_s=10)
         snapshot = await scheduler.snapshot()
     except JoyNexusError:
         return {}
-    return {key: policy["counts"] for key, policy in snapshot["policies"].items()}
+    return dict(snapshot["policies"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,17 @@ def print_status(home: Home) -> int:
         out.print(str(error), soft_wrap=True)
         return 1
     return 0 if all(row.state != "dead" for row in rows) else 1
+
+
+def not_completed(policy: Mapping[str, Any]) -> str:
+    """A policy's other jobs by state, and of the dropped ones how many were stale: "1 leased, 2 dropped (1 stale)".
+
+    Args:
+        policy: of the scheduler's snapshot.
+    """
+    stale = f" ({policy['stale']} stale)" if policy["stale"] else ""
+    counts = {state: count for state, count in policy["counts"].items() if count and state != "completed"}
+    return ", ".join(f"{count} {state}{stale if state == 'dropped' else ''}" for state, count in counts.items())
 
 
 def _print_memory(out: Console, training: dict[str, Any], inference: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def awr_update(
     Args:
         module: trained in place.
         optimizer: of the module.
-        encode: called once for all n samples; for a module with an adapter once a microbatch.
+        encode: called once a microbatch; what it holds in between is its own affair.
         algorithm: temperature, cap, passes and microbatch size.
         generator: shuffles, and draws what the module's regression asks for; its state moves on.
         proprioception: normalised, float32 [n, S].
@@ -54,7 +54,6 @@ def awr_update(
         return {"nothing_to_learn": 1.0}
     module.train()
     parameters, count = list(module.parameters()), len(action)
-    of_rows: Encode = encode(slice(0, count)).__getitem__ if module.adapter is None else encode
     sums: dict[str, float] = {}
     steps, weight_max = 0, 0.0
     for _ in range(algorithm.passes):
@@ -62,7 +61,7 @@ def awr_update(
             counts = ppo_counts(valid[index], "action")
             if counts.rows == 0:
                 continue
-            found = module.regress(of_rows(index), proprioception[index], action[index], ~valid[index], generator)
+            found = module.regress(encode(index), proprioception[index], action[index], ~valid[index], generator)
             advantage = (returns[index] - found.value.detach())[:, None].expand_as(valid[index])
             policy = awr(
                 error=found.error,

@@ -149,13 +149,14 @@ def concatenated(features: Sequence[VLAFeature]) -> VLAFeature:
     """Rows of several features of the same parts, one after another, padded on the right to the longest prefix."""
     lengths = {len(f.mask[0]) for f in features if f.mask is not None}
     if len(lengths) > 1:
-        features = [_lengthened(f, max(lengths)) for f in features]
+        features = [lengthened(f, max(lengths)) for f in features]
     return _merged(features, torch.cat)
 
 
-def _lengthened(feature: VLAFeature, length: int) -> VLAFeature:
-    """The same with zeros behind the prefix, where the mask is False."""
-    assert feature.mask is not None
+def lengthened(feature: VLAFeature, length: int) -> VLAFeature:
+    """The same with zeros behind the prefix up to `length`, where the mask is False; as it is where none is read."""
+    if feature.mask is None or feature.mask.shape[1] == length:
+        return feature
     more = length - feature.mask.shape[1]
     cache = feature.cache
     if cache is not None:

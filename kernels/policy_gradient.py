@@ -109,8 +109,7 @@ def policy_gradient_update(
     Args:
         module: trained in place.
         optimizer: of the module.
-        encode: called once for all n samples; for a module with an adapter, whose features change with it, once a
-            microbatch.
+        encode: called once a microbatch; what it holds in between is its own affair.
         coefficients: what the loss is made of.
         generator: shuffles; its state moves on.
         epochs: passes over the samples.
@@ -141,7 +140,6 @@ def policy_gradient_update(
     module.train()
     parameters = list(module.parameters())
     count = len(log_prob)
-    of_rows: Encode = encode(slice(0, count)).__getitem__ if module.adapter is None else encode
     sums: dict[str, float] = {}
     steps, ratio_max = 0, 0.0
     for _ in range(epochs):
@@ -151,7 +149,7 @@ def policy_gradient_update(
             if counts.rows == 0:
                 continue
             of_index = {name: kept[index] for name, kept in trace.items()}
-            scored = module.evaluate(of_rows(index), proprioception[index], of_index)
+            scored = module.evaluate(encode(index), proprioception[index], of_index)
             loss = policy_gradient(
                 coefficients,
                 log_prob=scored.log_prob,

@@ -106,8 +106,8 @@ class SftUpdate:
         action: normalised, float32 [n, H, A].
         is_pad: bool [n, H].
         microbatch_size: samples of one step.
-        passes: over the samples; features of the first are kept for the others, but of a module with an adapter, whose
-            features change with it.
+        passes: over the samples.
+        keeps: features of the first pass for the others; not those of a module with an adapter, which change with it.
         generator: shuffles the passes after the first, and draws what the module's loss asks for; its state moves on.
 
     Attributes:
@@ -124,6 +124,7 @@ class SftUpdate:
         is_pad: Tensor,
         microbatch_size: int,
         passes: int = 1,
+        keeps: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
         self.module = module.train()
@@ -131,7 +132,7 @@ class SftUpdate:
         self._proprioception, self._action, self._is_pad = proprioception, action, is_pad
         self._generator = generator
         self._parameters = list(module.parameters())
-        self._keeps = passes > 1 and module.adapter is None
+        self._keeps = keeps and passes > 1 and module.adapter is None
         self._first_pass: list[VLAFeature] = []
         self._all: VLAFeature | None = None
         self._losses: list[float] = []

@@ -9,7 +9,7 @@ transformers; a prompt too long fails the first request or job that has it, with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,7 @@ class TrainingInterface:
 
     Attributes:
         source: where this was read, in words for messages.
+        turned_cameras: those whose pictures were turned, sorted; None where a dataset does not say so.
         environment: of rollouts; None for a dataset.
         rewards: whether that can be learned from, by RL.
     """
@@ -70,6 +71,7 @@ class TrainingInterface:
     state: StatisticsSpec
     action: StatisticsSpec
     source: str
+    turned_cameras: tuple[str, ...] | None = None
     environment: EnvironmentSpec | None = None
     rewards: bool = True
 
@@ -113,15 +115,18 @@ def training_interface(workload: WorkloadSpec, home: Home) -> TrainingInterface:
     """
     if workload.environment is not None:
         env = presets.environment(workload.environment)
-        return TrainingInterface(env.cameras, env.state, env.action, f"environment {env.name!r}", env)
+        turned = tuple(sorted(env.turned_cameras))
+        return TrainingInterface(env.cameras, env.state, env.action, f"environment {env.name!r}", turned, env)
     assert workload.data is not None  # WorkloadSpec's own rule
     dataset = open_dataset(workload.data.dataset, home)
     cameras = tuple(CameraSpec(name=n, height=h, width=w) for n, (h, w) in sorted(dataset.cameras.items()))
+    recorded = dataset.provenance.get("turned_cameras")
     return TrainingInterface(
         cameras,
         dataset.statistics("observation.state"),
         dataset.statistics("action"),
         f"dataset {workload.data.dataset!r}",
+        None if recorded is None else tuple(sorted(recorded)),
         rewards=dataset.reward is not None,
     )
 
@@ -166,6 +171,9 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
     environment, algorithm = training.environment, workload.algorithm
     seen_in = environment or evaluated_in
     light = seen_in is not None and seen_in.light_visuals
+    turned = training.turned_cameras
+    if turned is None and evaluated_in is not None:  # it is to see there what was recorded
+        turned = tuple(sorted(evaluated_in.turned_cameras))
     return BackendConfig(
         policy_key=workload.policy_key,
         task=workload.task,
@@ -174,11 +182,14 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
             base_model=base,
             action_module=workload.action_module,
             cameras=training.cameras,
+            turned_cameras=turned,
             instruction=environment.instruction if environment else None,
             state=training.state,
             action=training.action,
             seed=algorithm.seed,
-            schema_signature=schema_signature(base, workload.action_module, training.cameras, light_visuals=light),
+            schema_signature=schema_signature(
+                base, workload.action_module, training.cameras, light_visuals=light, turned_cameras=turned or ()
+            ),
         ),
         trainable=workload.trainable,
         start=workload.start,
@@ -329,6 +340,17 @@ def _check_evaluation_cameras(faults: _Faults, training: TrainingInterface, envi
             f"cameras {_sizes(training.cameras)}, those of {training.source}",
             "choose one that fits",
         )
+    if training.turned_cameras is not None and set(environment.turned_cameras) != set(training.turned_cameras):
+        faults.add(
+            "evaluation.environment",
+            f"{environment.name} (turned cameras {_names(environment.turned_cameras)})",
+            f"turned cameras {_names(training.turned_cameras)}, those of {training.source}",
+            "choose one that shows pictures as they were learned from",
+        )
+
+
+def _names(cameras: Collection[str]) -> str:
+    return ", ".join(sorted(cameras)) or "none"
 
 
 def _sizes(cameras: Sequence[CameraSpec]) -> str:

@@ -21,7 +21,7 @@ from configs import seeds as seed_ranges
 from configs.algorithm import RolloutSpec
 from configs.backend import BackendConfig, PolicyConfig
 from configs.environment import EnvironmentSpec
-from configs.errors import EnvironmentFault, JoyNexusError, UnknownObject
+from configs.errors import EnvironmentFault, JoyNexusError, SpecError, UnknownObject, refusal
 from services import lookup
 from services.environment_client import SessionClient
 from services.rollout import Episodes, Observation, Policy, Prediction, Progress, collect_rollout, run_episodes
@@ -118,7 +118,12 @@ class EnvironmentLoops:
         blanked: bool,
         run_id: str,
     ) -> Episodes:
-        """Run an episode for each of `episodes` seeds; `blanked` shows the policy black pictures."""
+        """Run an episode for each of `episodes` seeds; `blanked` shows the policy black pictures.
+
+        Raises:
+            SpecError: if the environment shows pictures turned otherwise than those that the policy learned from.
+        """
+        _check_turned(spec, config)
         async with self._session(spec, num_envs, hosts, tenant, run_id, not blanked) as session:
             with self._progress(run_id, tenant, "evaluation", version) as progress:
                 return await run_episodes(
@@ -188,6 +193,19 @@ class EnvironmentLoops:
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *args)
+
+
+def _check_turned(spec: EnvironmentSpec, config: PolicyConfig) -> None:
+    """Cameras are bound by name, and names do not say which way up their pictures are.
+
+    Raises:
+        SpecError: if the environment turns other cameras than the policy learned with.
+    """
+    learned = config.turned_cameras
+    if learned is not None and set(spec.turned_cameras) != set(learned):
+        shown, wanted = (", ".join(sorted(names)) or "none" for names in (spec.turned_cameras, learned))
+        possible = f"turned cameras {wanted}, as {config.tenant!r} learned with"
+        raise SpecError(refusal("environment", f"{spec.name} (turned cameras {shown})", possible, "choose another one"))
 
 
 async def _nothing() -> dict[str, np.ndarray]:

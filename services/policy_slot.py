@@ -8,6 +8,7 @@ Not to be confused with services/serving.py, the serving side without optimizer.
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +20,12 @@ from torch import Tensor
 
 from configs.algorithm import AlgorithmSpec, AwrSpec, RolloutAlgorithm, RolloutSpec, SftSpec
 from configs.backend import BackendConfig, PolicyConfig
+from configs.cluster import HELD_BYTES
 from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules
 from kernels.action_modules import ActionModule, Evaluation
 from kernels.advantage_weighted import awr_update
-from kernels.advantages import ESTIMATORS
+from kernels.advantages import ESTIMATORS, group_counts
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature
 from kernels.lora import load_peft
@@ -31,6 +33,7 @@ from kernels.policy_gradient import policy_gradient_update, update_settings
 from kernels.updates import Optimizer, SftUpdate, new_optimizer
 from services.feature_store import FeatureStore, KeptFeatures, scope_of
 from services.interface import Interface
+from services.job_features import JobFeatures, scored
 from services.rollout import FEATURE
 from services.training_features import Ask, answered, ask
 from storage.checkpoints import CheckpointStore
@@ -71,6 +74,14 @@ class PolicySlot:
             tensors += [v for s in optimizer.adam.state.values() for v in s.values() if isinstance(v, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of what `copied` makes for a job, as large as it may grow there: parameters, their gradients, and of
+        each optimizer two moments and a counter."""
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        size = sum(p.numel() * p.element_size() for p in trained)
+        return self.module.num_bytes + size + len(self.optimizers) * (2 * size + 4 * len(trained))
+
     def ensure_optimizer(self, policy_key: str, algorithm: AlgorithmSpec) -> None:
         """A new workload of this policy starts with a fresh optimizer, and from the policy that it finds."""
         self.optimizers[policy_key] = new_optimizer(self.module, algorithm)
@@ -101,7 +112,7 @@ class PolicySlot:
         return other
 
     def trained(
-        self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any]
+        self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any], feature_bytes: int
     ) -> tuple[PolicySlot, dict[str, Any]]:
         """A copy of the slot after a job of RL, and what happened; of SFT see `services.training_group`.
 
@@ -111,6 +122,7 @@ class PolicySlot:
             backbone: the frozen base.
             backend: the workload.
             data: fields of the partition, and "instructions", one a row.
+            feature_bytes: what may be held of its features, see `JobFeatures`.
 
         Returns:
             The copy and {"version", "optimizer_steps", "metrics", "seconds", "checkpoint"}.
@@ -121,10 +133,11 @@ class PolicySlot:
         begun, algorithm = time.perf_counter(), backend.algorithm
         slot = self.copied()
         if isinstance(algorithm, AwrSpec):
-            metrics = slot._advantage_weighted(backbone, backend.policy_key, algorithm, data)
+            features = slot.job_features(backbone, data, feature_bytes)
+            metrics = slot._advantage_weighted(features, backend.policy_key, algorithm, data)
         else:
             assert isinstance(algorithm, RolloutSpec)
-            metrics = slot._policy_gradient(backbone, backend.policy_key, algorithm, data)
+            metrics = slot._policy_gradient(backbone, backend.policy_key, algorithm, data, feature_bytes)
         return slot, slot.advanced(self, backend.policy_key, metrics, time.perf_counter() - begun)
 
     def advanced(
@@ -152,23 +165,22 @@ class PolicySlot:
             "checkpoint": None,
         }
 
-    def evaluated(self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def evaluated(
+        self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any], feature_bytes: int = HELD_BYTES
+    ) -> dict[str, np.ndarray]:
         """`actor_log_prob` [n, H] and `actor_value` [n] of the partition's actions under the current parameters."""
         del backend  # any RL algorithm asks for the same two columns
-        scored = self._scored(self.module.eval(), backbone, data)
-        return {"actor_log_prob": scored.log_prob.numpy(), "actor_value": scored.value.numpy()}
+        found = self._scored(self.module.eval(), backbone, data, feature_bytes)
+        return {"actor_log_prob": found.log_prob.numpy(), "actor_value": found.value.numpy()}
 
-    def _scored(self, module: ActionModule, backbone: Backbone, data: Mapping[str, Any]) -> Evaluation:
+    def _scored(self, module: ActionModule, backbone: Backbone, data: Mapping[str, Any], max_bytes: int) -> Evaluation:
         """What `module`, of this tenant's interface, says of the partition's actions; without gradient."""
-        with torch.no_grad():
-            return module.evaluate(
-                self._features(backbone, data, slice(0, len(data["proprioception"])), module),
-                torch.from_numpy(self._interface.proprioception(data["proprioception"])),
-                self._trace(data),
-            )
+        features = self.job_features(backbone, data, max_bytes, module)
+        proprioception = torch.from_numpy(self._interface.proprioception(data["proprioception"]))
+        return scored(module, features, proprioception, self._trace(data))
 
-    def sft_update(self, policy_key: str, spec: SftSpec, data: Mapping[str, Any]) -> SftUpdate:
-        """The supervised update of this slot, in place, on a job's samples.
+    def sft_update(self, policy_key: str, spec: SftSpec, data: Mapping[str, Any], *, keeps: bool) -> SftUpdate:
+        """The supervised update of this slot, in place, on a job's samples; `keeps` their features between passes.
 
         Raises:
             TenantFault: if an action that counts is not finite.
@@ -181,6 +193,7 @@ class PolicySlot:
             is_pad=torch.from_numpy(np.asarray(data["action_is_pad"], bool)),
             microbatch_size=spec.microbatch_size,
             passes=spec.passes,
+            keeps=keeps,
             generator=self.generator,
         )
 
@@ -198,12 +211,12 @@ class PolicySlot:
         return torch.from_numpy(self._interface.action.normalise(action))
 
     def _advantage_weighted(
-        self, backbone: Backbone, policy_key: str, algorithm: AwrSpec, data: Mapping[str, Any]
+        self, features: JobFeatures, policy_key: str, algorithm: AwrSpec, data: Mapping[str, Any]
     ) -> dict[str, float]:
         return awr_update(
             self.module,
             self.optimizers[policy_key],
-            lambda rows: self._features(backbone, data, rows),
+            features,
             algorithm,
             self.generator,
             proprioception=torch.from_numpy(self._interface.proprioception(data["proprioception"])),
@@ -213,7 +226,12 @@ class PolicySlot:
         )
 
     def _policy_gradient(
-        self, backbone: Backbone, policy_key: str, algorithm: RolloutAlgorithm, data: Mapping[str, Any]
+        self,
+        backbone: Backbone,
+        policy_key: str,
+        algorithm: RolloutAlgorithm,
+        data: Mapping[str, Any],
+        feature_bytes: int,
     ) -> dict[str, float]:
         log_prob, value = _estimated_from(algorithm)
         if algorithm.asks_critic:
@@ -221,11 +239,11 @@ class PolicySlot:
         else:  # of episodes that were compared, and no others
             valid = np.asarray(data["loss_mask"], bool)
         settings, reference = update_settings(algorithm), self.references.get(policy_key)
-        compared = None if reference is None else self._scored(reference, backbone, data).log_prob
+        compared = None if reference is None else self._scored(reference, backbone, data, feature_bytes).log_prob
         return policy_gradient_update(
             self.module,
             self.optimizers[policy_key],
-            lambda rows: self._features(backbone, data, rows),
+            self.job_features(backbone, data, feature_bytes),
             settings.coefficients,
             self.generator,
             epochs=settings.epochs,
@@ -253,6 +271,14 @@ class PolicySlot:
         if isinstance(found, JoyNexusError):
             raise found
         return found
+
+    def job_features(
+        self, backbone: Backbone, data: Mapping[str, Any], max_bytes: int, module: ActionModule | None = None
+    ) -> JobFeatures:
+        """Of all rows, for the slot's module or another."""
+        module = module or self.module
+        encode = functools.partial(self._features, backbone, data, module=module)
+        return JobFeatures(encode, backbone, self._interface, module, data, max_bytes)
 
     def ask(
         self, backbone: Backbone, data: Mapping[str, Any], rows: slice | Tensor, kept: KeptFeatures | None = None
@@ -385,3 +411,11 @@ def advantages(data: Mapping[str, np.ndarray], algorithm: RolloutAlgorithm) -> d
         fields["next_value"] = following.astype(np.float32)
     kind, settings = algorithm.estimation
     return ESTIMATORS[kind](fields, num_envs=algorithm.num_envs, **settings)
+
+
+def compared(data: Mapping[str, np.ndarray], algorithm: RolloutAlgorithm) -> dict[str, int]:
+    """What became of the groups whose episodes are compared, see `group_counts`; empty where none are."""
+    if algorithm.asks_critic:
+        return {}
+    settings = {name: algorithm.estimation[1][name] for name in ("keep_return", "gamma")}
+    return group_counts(data, num_envs=algorithm.num_envs, **settings)

@@ -89,7 +89,7 @@ class LeasedGroup:
 
     Attributes:
         job_ids: the first one was leased alone.
-        max_bytes: of their samples together, with the one more.
+        max_bytes: of all their `job_bytes` together, with the one more.
         beside_rl: also while an RL policy is open, whose jobs would then wait for a whole group.
     """
 

@@ -93,7 +93,9 @@ class PolicySpec(Spec):
     base_model: Name | None = Field(
         default=None, description="SFT jobs of one base model may be trained together; None: its jobs never are."
     )
-    job_bytes: int = Field(default=0, ge=0, description="Bytes of a job's samples, about.")
+    job_bytes: int = Field(
+        default=0, ge=0, description="Bytes that training a job takes, about: its samples, its copy of the policy."
+    )
     in_order: bool = Field(
         default=False, description="A job meets the actor only when all those reserved before it have ended."
     )

@@ -251,7 +251,8 @@ class SchedulerState(JobTable):
         checked_lease(event.lease_s)
         if event.request_id is not None and event.request_id in self.lease_requests:
             job = self.jobs[self.lease_requests[event.request_id]]
-            if (job.state, job.lease_holder) != (event.leased_state, event.holder):
+            led = event.group is not None and job.job_id in event.group.job_ids  # company of itself
+            if led or (job.state, job.lease_holder) != (event.leased_state, event.holder):
                 raise Conflict(
                     refusal(
                         "request_id",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from configs.algorithm import SftSpec
 from configs.backend import BackendConfig
+from configs.cluster import HELD_BYTES
 from configs.errors import JoyNexusError
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature
@@ -41,12 +42,14 @@ class Member:
         slot: as it was before; never changed.
         backend: the workload.
         data: fields of the partition, and "instructions", one a row.
+        feature_bytes: what may be held of its features, see `services.job_features`.
         seconds: of compute so far: its own, and its rows' part of shared forwards.
     """
 
     slot: PolicySlot
     backend: BackendConfig
     data: dict[str, Any]
+    feature_bytes: int = HELD_BYTES
     seconds: float = field(default=0.0, init=False)
 
     @property
@@ -70,12 +73,13 @@ Ended = Callable[[Member, Trained | JoyNexusError], None]
 class _Running:
     """A member whose update is under way on a copy of its slot."""
 
-    def __init__(self, member: Member, store: FeatureStore | None) -> None:
-        algorithm = member.backend.algorithm
+    def __init__(self, backbone: Backbone, member: Member, store: FeatureStore | None) -> None:
+        algorithm, key = member.backend.algorithm, member.backend.policy_key
         assert isinstance(algorithm, SftSpec)
         self.member = member
         self.slot = member.slot.copied()
-        self.update: SftUpdate = self.slot.sft_update(member.backend.policy_key, algorithm, member.data)
+        self.job = self.slot.job_features(backbone, member.data, member.feature_bytes)
+        self.update: SftUpdate = self.slot.sft_update(key, algorithm, member.data, keeps=self.job.holds)
         self.kept = None if store is None else self.slot.kept(store, member.backend)
         self.feature: VLAFeature | None = None
         self.loss: Tensor | None = None
@@ -85,6 +89,10 @@ class _Running:
         """Of the present step."""
         rows = self.update.rows
         return rows.stop - rows.start if isinstance(rows, slice) else 0 if rows is None else len(rows)
+
+    def take(self, found: VLAFeature) -> None:
+        """The present rows' features are there. Those of shuffled passes are as long as if they had been kept."""
+        self.feature = found if isinstance(self.update.rows, slice) else self.job.padded(found)
 
     @property
     def inside_base(self) -> bool:
@@ -140,7 +148,7 @@ def train_alone(backbone: Backbone, member: Member, store: FeatureStore | None, 
     """
     if not isinstance(member.backend.algorithm, SftSpec):
         with busy.record("train", {member.tenant: 1}):
-            return member.slot.trained(backbone, member.backend, member.data)
+            return member.slot.trained(backbone, member.backend, member.data, member.feature_bytes)
     outcomes: list[Trained | Exception] = []
     train_members(backbone, [(member, outcomes.append)], store, busy)
     (outcome,) = outcomes
@@ -154,7 +162,7 @@ def train_together(backbone: Backbone, members: Sequence[Member], store: Feature
     running: list[_Running] = []
     for member in members:
         with _own_fault(member, ended), member.spending():
-            running.append(_Running(member, store))
+            running.append(_Running(backbone, member, store))
     while running:
         learned = [one for bundle in _bundles(running) for one in _losses_and_gradients(backbone, bundle, ended)]
         running = []
@@ -223,7 +231,7 @@ def _find_features(backbone: Backbone, running: Sequence[_Running], ended: Ended
         if isinstance(feature, JoyNexusError):
             ended(one.member, feature)
         else:
-            one.feature = feature
+            one.take(feature)
 
 
 def _backward(learning: Sequence[_Running]) -> None:

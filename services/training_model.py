@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.algorithm import SftSpec
 from configs.backend import BackendConfig
+from configs.cluster import HELD_BYTES
 from configs.errors import Conflict, SpecError, TenantFault, UnknownObject, refusal
 from configs.home import Home
 from configs.model import BaseModelSpec
@@ -49,10 +50,16 @@ class TrainingModelService:
         base_models: `BaseModelSpec`s as JSON, to keep resident.
         max_slots: tenants at one time.
         max_feature_bytes: what the base computed of a tenant's demonstrations and is kept, at most.
+        max_update_feature_bytes: what the base computed of one job and is held while it is trained, at most.
     """
 
     def __init__(
-        self, home: str, base_models: list[dict[str, Any]], max_slots: int, max_feature_bytes: int = 0
+        self,
+        home: str,
+        base_models: list[dict[str, Any]],
+        max_slots: int,
+        max_feature_bytes: int = 0,
+        max_update_feature_bytes: int = HELD_BYTES,
     ) -> None:
         from services.feature_store import FeatureStore
         from services.resident_models import load_base_models
@@ -62,6 +69,7 @@ class TrainingModelService:
         self._bases = load_base_models([BaseModelSpec.model_validate(spec) for spec in base_models])
         self._max_slots = max_slots
         self._kept = FeatureStore(max_feature_bytes)
+        self._held_bytes = max_update_feature_bytes
         self._slots: dict[str, PolicySlot] = {}
         self._configs: dict[str, BackendConfig] = {}  # {policy_key: configuration}
         self._folders: dict[str, Path] = {}  # {policy_key: output folder of the workload}
@@ -101,6 +109,9 @@ class TrainingModelService:
             folder: output folder of this workload.
             fresh: start from new weights at version 0 instead of those the slot has.
 
+        Returns:
+            {"version", "bytes", "copy_bytes"}: of the slot, and of what a job is trained on.
+
         Raises:
             Conflict: if the tenant's slot has another schema signature and `fresh` is not asked for, or the resident
                 base is not the declared one.
@@ -134,7 +145,7 @@ class TrainingModelService:
             self._jobs_trained[backend.policy_key] = 0
             self._last_job.pop(backend.policy_key, None)
             self._forget_unused_features()
-            return {"version": slot.version, "bytes": slot.num_bytes}
+            return {"version": slot.version, "bytes": slot.num_bytes, "copy_bytes": slot.copy_bytes}
 
     async def close_slot(self, tenant_id: str) -> None:
         """Forget the tenant's runtime state; its output folder stays. Closing twice is harmless."""
@@ -159,7 +170,8 @@ class TrainingModelService:
         Returns:
             {"version", "optimizer_steps", "metrics", "seconds", "checkpoint", "register", "nothing_to_learn"}: whether
             the workload's cadence asks for an adapter version now, and whether the job made no step, so that the
-            version is the one before and nothing was written; the same again for a job done before.
+            version is the one before and nothing was written; the same again for a job done before. What became of
+            groups, if the job's metadata says so, is among the metrics.
 
         Raises:
             TenantFault: if the tenant's numbers are not finite; the slot stays as it was.
@@ -182,11 +194,13 @@ class TrainingModelService:
                     return done
                 slot = self._slot(tenant)
                 _, data = await self._run(self._files, self._read, job, "train", training_fields(backend))
+                member = Member(slot, backend, data, self._held_bytes)
                 if isinstance(backend.algorithm, SftSpec):
                     joined = True
-                    trained, result = await self._gathering.join(together, job_id, Member(slot, backend, data))
+                    trained, result = await self._gathering.join(together, job_id, member)
                 else:
-                    trained, result = await self._run(self._compute, self._train, Member(slot, backend, data))
+                    trained, result = await self._run(self._compute, self._train, member)
+                result["metrics"] |= {k: float(v) for k, v in job["metadata"].get("group_counts", {}).items()}
                 await self._commit(job, backend, trained, result)
         finally:
             if not joined:
@@ -247,15 +261,20 @@ class TrainingModelService:
         return {"version": slot.version, "samples": meta.size}
 
     async def compute_advantages(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Attach `advantage` [n, H] and `return` [n] to an RL partition."""
-        from services.policy_slot import advantage_fields, advantages
+        """Attach `advantage` [n, H] and `return` [n] or `loss_mask` [n, H] to an RL partition.
+
+        Returns:
+            {"samples", "group_counts"}: the latter of `kernels.advantages.group_counts`, empty where none are compared.
+        """
+        from services.policy_slot import advantage_fields, advantages, compared
 
         backend = self._config(job["policy_key"])
         stage = "compute_advantages_and_returns"
         meta, data = await self._run(self._files, self._read, job, stage, advantage_fields(backend))
         derived = await self._run(self._compute, advantages, data, backend.algorithm)
+        counts = await self._run(self._compute, compared, data, backend.algorithm)
         await self._run(self._files, self._derive, meta, derived)
-        return {"samples": meta.size}
+        return {"samples": meta.size, "group_counts": counts}
 
     async def export_params(self, tenant_id: str) -> dict[str, Any]:
         """The tenant's payload: {"tenant_id", "schema_signature", "version", "tensors"}; never the base."""
@@ -376,12 +395,12 @@ class TrainingModelService:
         from services.training_group import Member, train_alone
 
         single = backend.algorithm.single_step(len(batch["proprioception"]))
-        member = Member(slot, backend.model_copy(update={"algorithm": single}), batch)
+        member = Member(slot, backend.model_copy(update={"algorithm": single}), batch, self._held_bytes)
         return train_alone(self._backbone(backend), member, None, self._busy)
 
     def _evaluate(self, slot: PolicySlot, backend: BackendConfig, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         with self._busy.record("actor_forward", {backend.policy.tenant: 1}):
-            return slot.evaluated(self._backbone(backend), backend, data)
+            return slot.evaluated(self._backbone(backend), backend, data, self._held_bytes)
 
     # lookups
 

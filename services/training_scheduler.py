@@ -231,10 +231,11 @@ class TrainingScheduler(SchedulerShell):
 
         It may if all are supervised jobs of policies of one base model, of about `max_bytes` together, and no RL policy
         is open, whose jobs would wait for the whole group (unless `beside_rl`). Nobody is overtaken: if the next job
-        does not fit, the answer is {"job": None}.
+        does not fit, the answer is {"job": None}. The same `request_id` gives the job that is still held under it.
 
         Raises:
             LeaseLost: if one of `job_ids` is not the holder's any more.
+            Conflict: if the request_id leased one of `job_ids`, or a job to another holder.
         """
         group = LeasedGroup(tuple(job_ids), max_bytes, beside_rl)
         wanted = _checked_domains(domains)

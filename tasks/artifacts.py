@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prefect import task
@@ -23,8 +24,14 @@ async def publish_evaluation(results: list[dict[str, Any]]) -> None:
 @task(cache_policy=NO_CACHE)
 async def publish_workload_report(report: dict[str, Any]) -> None:
     """One row for the workload."""
-    row = {k: v for k, v in report.items() if k not in ("jobs", "adapter", "policy_key")}
+    await acreate_table_artifact(table=[workload_row(report)], key="workload", description="What the workload came to.")
+
+
+def workload_row(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The workload's row: its report, flat."""
+    row = {k: v for k, v in report.items() if k not in ("jobs", "group_counts", "adapter", "policy_key")}
+    row |= report["group_counts"]
     row |= {f"jobs {state}": n for state, n in report["jobs"].items()}
     if report["adapter"]:
         row["adapter"] = f"{report['adapter']['name']} version {report['adapter']['version']}"
-    await acreate_table_artifact(table=[row], key="workload", description="What the workload came to.")
+    return row

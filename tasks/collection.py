@@ -58,7 +58,11 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
         action_width=spec.action_width,
         robot_type=spec.id,
         rewards=request.record == "executed",
-        provenance={"request": request.model_dump(mode="json"), "versions": opened["versions"]},
+        provenance={
+            "request": request.model_dump(mode="json"),
+            "versions": opened["versions"],
+            "turned_cameras": sorted(spec.turned_cameras),
+        },
     )
     tried = frames = 0
     try:

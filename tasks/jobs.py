@@ -21,7 +21,7 @@ from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore, indexed_instructions
 from storage.sample_order import sample_indices
 from tasks.connection import Platform
-from tasks.leases import renewed
+from tasks.leases import leased, renewed
 from tasks.tenants import OpenedTenant
 
 logger = logging.getLogger(__name__)
@@ -247,16 +247,17 @@ async def actor_forward(platform: Platform, job: dict[str, Any]) -> None:
 
 @task(task_run_name="advantages {job[job_id]}", cache_policy=NO_CACHE)
 async def compute_advantages(platform: Platform, job: dict[str, Any]) -> None:
-    """Have the training service attach advantages and returns."""
+    """Have the training service attach advantages and returns; what became of groups joins the job's metadata."""
     await _stage(platform, job, "compute_advantages", "ready")
 
 
 async def _stage(platform: Platform, job: dict[str, Any], verb: str, next_state: str) -> None:
     async with carried_out(platform, job), renewed_lease(platform, job):
         training = await platform.training()
-        await getattr(training, verb)(job)
+        found: dict[str, Any] = await getattr(training, verb)(job)
+    metadata = {"group_counts": found["group_counts"]} if found.get("group_counts") else None
     scheduler = await platform.scheduler()
-    await scheduler.mark(job["job_id"], next_state, job["lease_token"])
+    await scheduler.mark(job["job_id"], next_state, job["lease_token"], metadata)
 
 
 @task(task_run_name="train {job[job_id]}", cache_policy=NO_CACHE)
@@ -310,19 +311,19 @@ async def lease_company(
     bound = min(cluster.training_groups.max_jobs, at_most or cluster.training_groups.max_jobs)
     try:
         while job["task_type"] == "sft" and len(found) < bound:
-            scheduler = await platform.scheduler()
-            leased = await scheduler.lease_beside(
+            beside = await leased(
+                platform,
+                "lease_beside",
                 job_ids=[member["job_id"] for member in found],
                 consumer_role=job["consumer_role"],
                 domains=[job["domain"]],
                 holder=holder,
-                lease_s=cluster.lease_s,
-                max_bytes=cluster.max_job_bytes,
+                max_bytes=cluster.training_groups.max_bytes,
                 beside_rl=cluster.training_groups.beside_rl,
             )
-            if leased["job"] is None:
+            if beside is None:
                 break
-            found.append(leased["job"])
+            found.append(beside)
     except JoyNexusError as error:
         logger.warning("%d jobs without further company: %s", len(found), error)
     return found[1:]

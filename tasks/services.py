@@ -65,6 +65,7 @@ def declarations(platform: Platform) -> dict[str, tuple[str, dict[str, Any]]]:
                 "base_models": bases,
                 "max_slots": cluster.max_slots,
                 "max_feature_bytes": cluster.max_feature_bytes,
+                "max_update_feature_bytes": cluster.max_update_feature_bytes,
             },
         ),
         lookup.MIRROR: ("control", {"prefect_api_url": platform.addresses.prefect_api_url}),

@@ -80,6 +80,8 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
                 await platform.metrics(),
             )
             slot = await training.open_slot(config, str(folder), fresh=fresh)
+            known = backend.scheduler_policy(slot["copy_bytes"])
+            await scheduler.register_policy(known, holder=run_id, lease_s=platform.cluster.lease_s)
             # Both services draw the same first weights from the seed; what was read from files is handed over.
             started = await training.export_params(workload.tenant.name) if workload.start_from else None
             await inference.open_policy(

@@ -26,8 +26,14 @@ os.environ.update(
     }
 )
 
-from configs.home import Home  # noqa: E402 (after the environment above)
+from hypothesis import settings  # noqa: E402 (after the environment above)
+
+from configs.home import Home  # noqa: E402
 from configs.platform import PlatformAddresses  # noqa: E402
+
+# An example's time says who else works on the machine.
+settings.register_profile("joynexus", deadline=None)
+settings.load_profile("joynexus")
 
 
 @pytest.fixture(scope="session")

@@ -75,11 +75,19 @@ def test_cameras_are_bound_by_name_not_by_order() -> None:
         {"base": BASE.model_copy(update={"dtype": "bfloat16"})},
         {"base": BASE.model_copy(update={"num_action_tokens": 8})},
         {"light_visuals": True},
+        {"turned_cameras": ("wrist",)},
     ],
     ids=str,
 )
 def test_every_part_of_the_interface_is_in_the_signature(changes: dict[str, object]) -> None:
     assert signature(**changes) != signature()
+
+
+def test_turned_cameras_are_told_apart_by_name_and_not_by_order_and_none_changes_nothing() -> None:
+    both = signature(turned_cameras=("wrist", "top"))
+    assert both == signature(turned_cameras=("top", "wrist"))
+    assert len({signature(), both, signature(turned_cameras=("top",)), signature(turned_cameras=("wrist",))}) == 4
+    assert signature(turned_cameras=()) == signature()
 
 
 def test_requests_share_a_prefix_key_whatever_their_cameras_and_widths() -> None:

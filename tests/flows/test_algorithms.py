@@ -8,8 +8,9 @@ from configs.home import Home
 from configs.platform import PlatformAddresses
 from configs.workload import WorkloadSpec
 from services import lookup
+from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
-from tests.flows.running import collect, running, workload
+from tests.flows.running import running, workload
 
 SHORT = {"jobs": 2, "num_envs": 4, "rollout_steps": 20, "microbatch_size": 40, "epochs": 1}
 
@@ -24,12 +25,12 @@ def offline(tenant: str, dataset: str) -> WorkloadSpec:
         "microbatch_size": 8,
         "optimizer": {"learning_rate": 0.001},
     }
-    evaluation = {"environment": "reach", "episodes": 2, "first_seed": 47_000, "num_envs": 2}
+    evaluation = {"environment": "reach", "episodes": 2, "first_seed": 47_000, "num_envs": 2, "before": False}
     source = {"environment": None, "data": {"dataset": dataset}}
     return WorkloadSpec.model_validate(found | source | {"algorithm": algorithm, "evaluation": evaluation})
 
 
-def test_tenants_of_every_algorithm_learn_at_once(platform: PlatformAddresses, home: Home) -> None:
+def test_tenants_of_every_algorithm_learn_at_once(platform: PlatformAddresses, home: Home, dataset: str) -> None:
     """GRPO and a Gaussian, PPO and a stochastic flow, AWR from what an expert executed; and groups that are all
     filtered out, whose jobs complete without a step.
 
@@ -38,12 +39,12 @@ def test_tenants_of_every_algorithm_learn_at_once(platform: PlatformAddresses, h
     specs = {
         "grouped": workload("reach-grpo", "grouped", **SHORT, group_size=2),
         "flowing-rl": workload("reach-flow", "flowing-rl", **SHORT),
-        "recorded": offline("recorded", "executed"),
+        "recorded": offline("recorded", dataset),
         "filtered": workload("reach-grpo", "filtered", **SHORT, group_size=2, keep_return=(1e6, 2e6)),
     }
 
     async def main() -> None:
-        await collect(platform, home, "executed", record="executed", action_noise=0.5)
+        assert LeRobotDataset(home.datasets / dataset).provenance["turned_cameras"] == []
         async with running(platform, home) as here:
             runs = {name: await here.start(one) for name, one in specs.items()}
             reports = {}
@@ -60,7 +61,17 @@ def test_tenants_of_every_algorithm_learn_at_once(platform: PlatformAddresses, h
             scheduler = await here.service(lookup.SCHEDULER)
             for job in await scheduler.jobs(policy_key="filtered.rl"):
                 assert job["metadata"]["nothing_to_learn"] is True
-                assert job["metadata"]["metrics"] == {"nothing_to_learn": 1.0}
+                metrics = dict(job["metadata"]["metrics"])
+                assert metrics.pop("nothing_to_learn") == 1.0
+                assert metrics == job["metadata"]["group_counts"]
+                assert metrics["filtered_groups"] == metrics["groups"] > 0
+                curves = await here.service(lookup.METRICS)
+                curve = await curves.history(job["metadata"]["mlflow_run"], "train/filtered_groups")
+                assert metrics["filtered_groups"] in [value for _, value in curve]
+            totals = [reports[name]["group_counts"] for name in specs]
+            assert totals[0]["groups"] >= totals[0]["constant_groups"]
+            assert totals[1:3] == [{}, {}]
+            assert totals[3]["filtered_groups"] == totals[3]["groups"] > totals[3]["constant_groups"] == 0
             served = await (await here.service(lookup.TRAINING)).versions()
             assert {name: served[name] for name in specs} == {n: r["policy_version"] for n, r in reports.items()}
             assert PartitionStore(home.partitions).list() == []

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ from configs.requests import CollectRequest, EvaluateRequest
 from configs.workload import EvaluationSpec, WorkloadSpec
 from flows.evaluate import evaluate
 from joynexus.demo import job_run_counts
+from joynexus.prefect_api import TERMINAL_STATES
 from services import lookup
 from services.mirror_state import prefect_state
 from storage.checkpoints import CheckpointStore
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
-from tests.flows.running import Running, collect, running, workload
+from tests.flows.running import Running, running, workload
 
-DATASET = "reach-tests"
 SMALL = {"jobs": 2, "num_envs": 4, "rollout_steps": 8, "epochs": 1, "microbatch_size": 16}
 
 
@@ -44,24 +45,20 @@ def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-@pytest.fixture(scope="module")
-def dataset(platform: PlatformAddresses, home: Home) -> str:
-    """A few demonstrations of Reach-v0, collected by the flow."""
-    asyncio.run(collect(platform, home, DATASET))
-    return DATASET
-
-
 def test_a_dataset_is_replaced_only_by_a_whole_one(platform: PlatformAddresses, home: Home, dataset: str) -> None:
     """Refused without `replace`; with it the new one takes the name, and nothing is left beside it."""
 
     async def main() -> None:
+        shutil.copytree(home.datasets / dataset, home.datasets / "again")
         async with running(platform, home) as here:
-            request = CollectRequest(dataset="again", environment="reach", episodes=2, hosts=1)
-            for asked in (request, request.model_copy(update={"episodes": 3, "replace": True})):
-                await here.completed(await here.api.start("collect", {"request": asked.model_dump(mode="json")}))
-                assert LeRobotDataset(home.datasets / "again").num_episodes == asked.episodes
-            refused = await here.ended(await here.api.start("collect", {"request": request.model_dump(mode="json")}))
-            assert "choose one, or set replace" in refused["state"]["message"]
+            request = CollectRequest(dataset="again", environment="reach", episodes=3, hosts=1)
+            kept, taken = [
+                await here.api.start("collect", {"request": asked.model_dump(mode="json")})
+                for asked in (request, request.model_copy(update={"replace": True}))
+            ]
+            assert "choose one, or set replace" in (await here.ended(kept))["state"]["message"]
+            await here.completed(taken)
+            assert LeRobotDataset(home.datasets / dataset).num_episodes == 6
             assert LeRobotDataset(home.datasets / "again").num_episodes == 3
             assert list((home.datasets / ".writing").glob("again*")) == []
 
@@ -161,17 +158,70 @@ def test_the_mirror_is_at_most_five_seconds_behind_while_jobs_run(
     asyncio.run(main())
 
 
+MOVING = workload("reach", "moving", **(SMALL | {"jobs": 1000}))
+
+
+@pytest.fixture(scope="module")
+def moving(platform: PlatformAddresses, home: Home) -> Iterator[str]:
+    """Flow run of a workload that goes on until it is cancelled; a job of it has completed."""
+
+    async def start() -> str:
+        async with running(platform, home) as here:
+            run = await here.start(MOVING)
+            scheduler = await here.service(lookup.SCHEDULER)
+            await here.until(run, lambda: _completed(scheduler, MOVING.policy_key))
+            return run
+
+    async def end(run: str) -> None:
+        async with running(platform, home) as here:
+            if (await here.api.run(run))["state_type"] not in TERMINAL_STATES:
+                await here.api.cancel(run)
+                await here.ended(run)
+
+    run = asyncio.run(start())
+    yield run
+    asyncio.run(end(run))
+
+
+@pytest.fixture(scope="module")
+def killed(platform: PlatformAddresses, home: Home) -> dict[str, Any]:
+    """Flow run of a workload whose process was killed after a job had completed; asked for early, since what it leaves
+    goes when its policy's lease has run out."""
+
+    async def main() -> dict[str, Any]:
+        async with running(platform, home) as here:
+            run = await here.start(workload("reach", "killed", **(SMALL | {"jobs": 200})))
+            scheduler = await here.service(lookup.SCHEDULER)
+            await here.until(run, lambda: _completed(scheduler, "killed.rl"))
+            os.kill(int((await here.api.run(run))["infrastructure_pid"].rsplit(":", 1)[-1]), signal.SIGKILL)
+            return await here.ended(run)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_second_workload_of_a_running_policy_is_refused(platform: PlatformAddresses, home: Home, moving: str) -> None:
+    async def main() -> None:
+        async with running(platform, home) as here:
+            refused = await here.ended(await here.start(MOVING))
+            assert refused["state_type"] == "FAILED"
+            assert MOVING.policy_key in refused["state"]["message"]
+            assert moving in refused["state"]["message"]
+            assert (await here.api.run(moving))["state_type"] not in TERMINAL_STATES
+
+    asyncio.run(main())
+
+
 def test_an_evaluation_that_overlaps_training_uses_one_version_and_leaves_nothing(
-    platform: PlatformAddresses, home: Home
+    platform: PlatformAddresses, home: Home, moving: str
 ) -> None:
+    """And the workload beside it, cancelled, leaves the queue, clears its partitions, and its results are discarded."""
+
     async def main() -> None:
         async with running(platform, home) as here:
             scheduler, inference = await here.service(lookup.SCHEDULER), await here.service(lookup.INFERENCE)
             training = await here.service(lookup.TRAINING)
-            spec = workload("reach", "moving", **(SMALL | {"jobs": 1000}))
-            run = await here.start(spec)
-            await here.until(run, lambda: _completed(scheduler, "moving.rl"))
-            request = EvaluateRequest(targets=("moving",), environment="reach", episodes=24, first_seed=41_000)
+            request = EvaluateRequest(targets=("moving",), environment="reach", episodes=12, first_seed=41_000)
             evaluation = await here.api.start("evaluate", {"request": request.model_dump(mode="json")})
             seen: set[int] = set()
             meanwhile: set[int] = set()
@@ -185,8 +235,8 @@ def test_an_evaluation_that_overlaps_training_uses_one_version_and_leaves_nothin
             await here.completed(evaluation)
             assert len(seen) == 1
             assert len(meanwhile) > 1, "training went on beside it"
-            await here.api.cancel(run)
-            await here.ended(run)
+            await here.api.cancel(moving)
+            assert (await here.ended(moving))["state_type"] == "CANCELLED"
             await _gone(here, "moving.rl")
             # 32 samples in microbatches of 16, one epoch: two steps a job, none from the evaluation. The job that was
             # being trained when the workload was cancelled is dropped, but its update may have been made.
@@ -198,7 +248,7 @@ def test_an_evaluation_that_overlaps_training_uses_one_version_and_leaves_nothin
 
 
 def test_versions_at_the_cadence_are_evaluated_and_one_is_champion(platform: PlatformAddresses, home: Home) -> None:
-    """Every fourth of 16 jobs registers a version of its own moment, with its evaluation; the curves are in MLflow.
+    """Every fourth of 12 jobs registers a version of its own moment, with its evaluation; the curves are in MLflow.
 
     Then twice the same champion on the same seeds: the same outcomes, and its temporary serving state is gone after.
     """
@@ -206,7 +256,7 @@ def test_versions_at_the_cadence_are_evaluated_and_one_is_champion(platform: Pla
     async def main() -> None:
         async with running(platform, home) as here:
             held_out = EvaluationSpec(environment="reach", episodes=4, first_seed=40_000, num_envs=4, every_jobs=4)
-            spec = workload("reach", "graded", **(SMALL | {"jobs": 16})).model_copy(update={"evaluation": held_out})
+            spec = workload("reach", "graded", **(SMALL | {"jobs": 12})).model_copy(update={"evaluation": held_out})
             run = await here.start(spec)
             await here.completed(run)
             metrics = await here.service(lookup.METRICS)
@@ -216,10 +266,10 @@ def test_versions_at_the_cadence_are_evaluated_and_one_is_champion(platform: Pla
             assert all("evaluation.success_rate" in version["tags"] for version in versions)
             assert sum("champion" in version["aliases"] for version in versions) == 1
             last = max(versions, key=lambda version: int(version["version"]))
-            assert last["tags"]["policy_version"] == str(here.report(spec, run)["policy_version"]) == "32"
+            assert last["tags"]["policy_version"] == str(here.report(spec, run)["policy_version"]) == "24"
             job = (await (await here.service(lookup.SCHEDULER)).jobs(policy_key="graded.rl"))[0]
             curve = await metrics.history(job["metadata"]["mlflow_run"], "train/policy_version")
-            assert curve == [(version, float(version)) for version in range(2, 33, 2)]
+            assert curve == [(version, float(version)) for version in range(2, 25, 2)]
             request = EvaluateRequest(
                 targets=("models:/graded.rl@champion",), environment="reach", episodes=4, first_seed=40_000, rounds=2
             )
@@ -232,72 +282,36 @@ def test_versions_at_the_cadence_are_evaluated_and_one_is_champion(platform: Pla
     asyncio.run(main())
 
 
-def test_sft_with_fixed_seeds_gives_the_same_parameters_twice(
+def test_sft_with_fixed_seeds_and_rl_in_lock_step_give_the_same_parameters_twice(
     platform: PlatformAddresses, home: Home, dataset: str
 ) -> None:
+    """One beside the other, and both again."""
+    specs = [sft("repeated", dataset), workload("reach", "locked", **(SMALL | {"lockstep": True}))]
+
     async def main() -> None:
         async with running(platform, home) as here:
             ends = []
             for _ in range(2):
-                spec = sft("repeated", dataset)
-                run = await here.start(spec)
-                await here.completed(run)
-                ends.append(final_parameters(home, spec, run))
-            assert equal(*ends)
-
-    asyncio.run(main())
-
-
-def test_rl_in_lock_step_gives_the_same_parameters_twice(platform: PlatformAddresses, home: Home) -> None:
-    async def main() -> None:
-        async with running(platform, home) as here:
-            ends = []
-            for _ in range(2):
-                spec = workload("reach", "locked", **(SMALL | {"lockstep": True}))
-                run = await here.start(spec)
-                await here.completed(run)
-                ends.append(final_parameters(home, spec, run))
+                runs = [await here.start(spec) for spec in specs]
+                for run in runs:
+                    await here.completed(run)
+                ends.append([final_parameters(home, spec, run) for spec, run in zip(specs, runs, strict=True)])
                 jobs = await (await here.service(lookup.SCHEDULER)).jobs(policy_key="locked.rl")
                 # Each rollout acted under the version that the job before it made.
                 assert [job["behavior_policy_version"] for job in jobs[-2:]] == [0, 2]
-            assert equal(*ends)
+            assert all(equal(first, second) for first, second in zip(*ends, strict=True))
 
     asyncio.run(main())
 
 
-def test_a_second_workload_of_a_running_policy_is_refused(
-    platform: PlatformAddresses, home: Home, dataset: str
+def test_a_killed_workload_leaves_the_queue_too(
+    platform: PlatformAddresses, home: Home, killed: dict[str, Any]
 ) -> None:
-    """And a cancelled one leaves the queue, clears its partitions, and its results are discarded."""
-
-    async def main() -> None:
-        async with running(platform, home) as here:
-            spec = workload("reach", "twice", **(SMALL | {"jobs": 200}))
-            first = await here.start(spec)
-            scheduler = await here.service(lookup.SCHEDULER)
-            await here.until(first, lambda: _completed(scheduler, "twice.rl"))
-            refused = await here.ended(await here.start(spec))
-            assert refused["state_type"] == "FAILED"
-            assert "twice.rl" in refused["state"]["message"]
-            assert first in refused["state"]["message"]
-            await here.api.cancel(first)
-            assert (await here.ended(first))["state_type"] == "CANCELLED"
-            await _gone(here, "twice.rl")
-
-    asyncio.run(main())
-
-
-def test_a_killed_workload_leaves_the_queue_too(platform: PlatformAddresses, home: Home, dataset: str) -> None:
     """SIGKILL: nothing of its own code runs any more; its policy's lease runs out and the platform cleans up."""
+    assert killed["state_type"] == "CRASHED"
 
     async def main() -> None:
         async with running(platform, home) as here:
-            spec = workload("reach", "killed", **(SMALL | {"jobs": 200}))
-            first = await here.start(spec)
-            scheduler = await here.service(lookup.SCHEDULER)
-            await here.until(first, lambda: _completed(scheduler, "killed.rl"))
-            os.kill(int((await here.api.run(first))["infrastructure_pid"].rsplit(":", 1)[-1]), signal.SIGKILL)
-            assert (await here.ended(first))["state_type"] == "CRASHED"
             await _gone(here, "killed.rl")
             again = await here.start(workload("reach", "killed", **SMALL))
             await here.completed(again)

@@ -24,7 +24,10 @@ from configs.workload import WorkloadSpec
 from joynexus import demo, demo_report, processes
 from joynexus.timeline import draw_timeline, merged
 from services.admission import admit
+from services.scheduler_events import DropIfStale
+from services.scheduler_snapshot import snapshot
 from storage.demonstrations import LeRobotWriter
+from tests.services.scheduler_cases import Bench
 
 RUN = "run-1"
 
@@ -147,7 +150,8 @@ def tenant(home: Home, workload: WorkloadSpec, **changes: Any) -> demo.DemoTenan
         "tenant": made.name,
         "task": workload.task,
         "environment": made.environment,
-        "jobs": {"completed": 6, "failed": 0, "dropped": 0},
+        "jobs": {"completed": 6, "failed": 0, "dropped": 3},
+        "stale_jobs": 2,
         "policy_version": 72,
         "success_before": 0.0,
         "success_after": 0.9,
@@ -178,8 +182,8 @@ def test_report_has_its_keys(tmp_path: Path) -> None:
     found = report(Home(tmp_path))
     assert list(found) == ["wall_seconds", "tenants", "partitions_left", "flow_runs", "utilisation"]
     assert list(found["tenants"]) == ["push", "pick", "reach", "demos"]
-    common = {"task", "environment", "jobs", "policy_version", "success_before", "success_after", "episodes"}
-    common |= {"adapter", "train_seconds", "inference_seconds"}
+    common = {"task", "environment", "jobs", "stale_jobs", "policy_version", "success_before", "success_after"}
+    common |= {"episodes", "adapter", "train_seconds", "inference_seconds"}
     for name, of_tenant in found["tenants"].items():
         own = {"success_blanked"} if name == "demos" else {"updates"}
         assert set(of_tenant) == common | own, name
@@ -307,10 +311,40 @@ def test_table_says_that_there_was_no_renderer(tmp_path: Path) -> None:
 
 
 def test_table_shows_what_was_reached(tmp_path: Path) -> None:
-    """One row a tenant; blanked pictures where they were shown."""
+    """One row a tenant; stale ones beside all dropped jobs, blanked pictures where they were shown."""
     (row,) = [line for line in shown(report(Home(tmp_path)), False).splitlines() if " demos " in line]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["demos", "sft", "pushcube", "6/0/0", "72", "0% → 90%", "25%", "2.0", "0.0", "demos.sft v1"]
+    assert cells == ["demos", "sft", "pushcube", "6/0/3 (2)", "72", "0% → 90%", "25%", "2.0", "0.0", "demos.sft v1"]
+
+
+def test_progress_counts_stale_jobs_beside_those_that_are_done() -> None:
+    """From the scheduler's own snapshot: one job completed, one dropped for its age, one by a person; one reserved.
+    A tenant whose workload is not registered yet has none."""
+    bench = Bench()
+    bench.register("push")
+    bench.complete(*leased(bench))
+    job_id, token = leased(bench)
+    bench.do(DropIfStale(bench.now, job_id, token, 11))
+    bench.drop(bench.reserve(), reason="cancelled in Prefect")
+    bench.reserve()
+    policies = snapshot(bench.state)["policies"]
+    tenants = [demo.DemoTenant(workload) for workload in demo.demo_workloads(False)[:2]]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(demo._progress_table(tenants, policies, {}, 7.0))
+    assert isinstance(console.file, io.StringIO)
+    push, pick = (line for line in console.file.getvalue().splitlines() if "pushcube" in line or "pickcube" in line)
+    assert "1/6 1 reserved, 2 dropped (1 stale)" in push
+    assert "0/6 " in pick
+    line = demo._progress_line(tenants, policies, {"push": "rollout 3/8 at version 2"}, 7.0)
+    assert line.split("  ")[-2:] == ["push 1/6, 1 stale (rollout 3/8 at version 2)", "pick 0/6 (scheduled)"]
+
+
+def leased(bench: Bench) -> tuple[str, int]:
+    """A job that a trainer has taken."""
+    bench.ready_rl()
+    job = bench.lease()
+    assert job is not None
+    return job["job_id"], job["lease_token"]
 
 
 def test_table_has_a_dash_for_what_there_is_not(tmp_path: Path) -> None:

@@ -25,3 +25,17 @@ def test_status_tells_stale_jobs_from_other_dropped_ones() -> None:
     tables._print_waiting(Console(file=told, width=160), snapshot(bench.state))
     lines = [line.strip() for line in told.getvalue().splitlines()]
     assert lines == ["jobs: 3 dropped", "push.rl: 1 of 2 dropped jobs were stale"]
+
+
+def test_what_is_not_completed_is_listed_by_state_with_the_stale_among_the_dropped() -> None:
+    """As `joynexus run` and the demo show beside their bars."""
+    bench = Bench()
+    bench.register("push")
+    stale = bench.ready_rl()
+    bench.do(DropIfStale(bench.now, stale, bench.lease()["lease_token"], 11))
+    bench.reserve()
+    assert tables.not_completed(snapshot(bench.state)["policies"]["push.rl"]) == "1 reserved, 1 dropped (1 stale)"
+    bench.close()
+    bench.register("push")  # a new workload of the policy counts anew
+    bench.drop(bench.reserve(), reason="cancelled in Prefect")
+    assert tables.not_completed(snapshot(bench.state)["policies"]["push.rl"]) == "1 dropped"

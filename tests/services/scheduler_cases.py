@@ -146,16 +146,21 @@ class Bench:
         leased = LEASED if state == READY else STAGES[state]
         return self.do(Lease(self.now, state, leased, "actor", ("vla",), holder, lease_s, request_id))["job"]
 
-    def lease_beside(
-        self, *job_ids: str, holder: str = "h", max_bytes: int = 100, beside_rl: bool = False
-    ) -> dict[str, Any] | None:
+    def lease_beside(self, *job_ids: str, **how: Any) -> dict[str, Any] | None:
         """The job that was leased to be trained together with these, or None."""
-        return self.do(self.beside(*job_ids, holder=holder, max_bytes=max_bytes, beside_rl=beside_rl))["job"]
+        return self.do(self.beside(*job_ids, **how))["job"]
 
-    def beside(self, *job_ids: str, holder: str = "h", max_bytes: int = 100, beside_rl: bool = False) -> Lease:
+    def beside(
+        self,
+        *job_ids: str,
+        holder: str = "h",
+        max_bytes: int = 100,
+        beside_rl: bool = False,
+        request_id: str | None = None,
+    ) -> Lease:
         """The event that `lease_beside` lets happen."""
         group = LeasedGroup(job_ids, max_bytes, beside_rl)
-        return Lease(self.now, READY, LEASED, "actor", ("vla",), holder, 60.0, None, group)
+        return Lease(self.now, READY, LEASED, "actor", ("vla",), holder, 60.0, request_id, group)
 
     def complete(self, job_id: str, token: int, **metadata: Any) -> dict[str, Any]:
         """Complete a job."""

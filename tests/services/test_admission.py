@@ -44,17 +44,19 @@ def without_renderer(_a_renderer: None, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.fixture
 def more_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Presets beside the shipped ones: Reach-v0 with larger pictures, with two cameras, and with another camera."""
+    """Presets beside the shipped ones: Reach-v0 with larger pictures, with two cameras, with another camera, and with
+    its camera turned."""
     folder = tmp_path / "presets"
     shutil.copytree(presets.FOLDER, folder)
     reach = presets.environment("reach").model_dump(mode="json")
     top = reach["cameras"][0]
-    for name, cameras in {
-        "reach-large": [{**top, "height": 96, "width": 96}],
-        "reach-two": [top, {**top, "name": "side"}],
-        "reach-side": [{**top, "name": "side"}],
+    for name, changes in {
+        "reach-large": {"cameras": [{**top, "height": 96, "width": 96}]},
+        "reach-two": {"cameras": [top, {**top, "name": "side"}]},
+        "reach-side": {"cameras": [{**top, "name": "side"}]},
+        "reach-turned": {"turned_cameras": ["top"]},
     }.items():
-        text = yaml.safe_dump(reach | {"name": name, "cameras": cameras})
+        text = yaml.safe_dump(reach | {"name": name} | changes)
         (folder / "environments" / f"{name}.yaml").write_text(text)
     monkeypatch.setattr(presets, "FOLDER", folder)
 
@@ -176,6 +178,50 @@ def test_an_evaluation_that_shows_other_pictures_than_training_is_refused(
         f"evaluation.environment: got '{environment} (cameras {shown})'; possible: cameras top 64×64, those of "
         "environment 'reach'; choose one that fits"
     ]
+
+
+@pytest.mark.usefixtures("more_environments")
+def test_what_learns_from_turned_pictures_is_another_interface_and_evaluated_on_such_alone(tmp_path: Path) -> None:
+    upright = admit(workload(), Home(tmp_path), LAPTOP).policy
+    turned = admit(
+        workload(environment="reach-turned", evaluation__environment="reach-turned"), Home(tmp_path), LAPTOP
+    ).policy
+    assert (upright.turned_cameras, turned.turned_cameras) == ((), ("top",))
+    assert upright.schema_signature != turned.schema_signature
+    assert refused(workload(evaluation__environment="reach-turned"), tmp_path) == [
+        "evaluation.environment: got 'reach-turned (turned cameras top)'; possible: turned cameras none, those of "
+        "environment 'reach'; choose one that shows pictures as they were learned from"
+    ]
+    assert refused(workload(environment="reach-turned"), tmp_path) == [
+        "evaluation.environment: got 'reach (turned cameras none)'; possible: turned cameras top, those of "
+        "environment 'reach-turned'; choose one that shows pictures as they were learned from"
+    ]
+
+
+@pytest.mark.usefixtures("more_environments")
+@pytest.mark.parametrize("recorded", [None, [], ["top"]])
+def test_recorded_pictures_are_turned_as_their_dataset_says_or_as_where_they_are_evaluated(
+    tmp_path: Path, recorded: list[str] | None
+) -> None:
+    """What others recorded says nothing, and is evaluated where it looks the same: there it was turned or not."""
+    provenance = {} if recorded is None else {"turned_cameras": recorded}
+    widths = {"cameras": {"top": (64, 64)}, "state_width": 2, "action_width": 2}
+    with LeRobotWriter(tmp_path / "data", fps=10, rewards=True, provenance=provenance, **widths) as writer:
+        picture, vectors = np.zeros((3, 64, 64, 3), np.uint8), np.arange(6, dtype=np.float32).reshape(3, 2)
+        writer.add_episode({"top": picture}, vectors, vectors, "reach", np.ones(3, np.float32))
+    offline = {"environment": None, "data": {"dataset": str(tmp_path / "data")}, "algorithm": AWR}
+    for environment, shown in (("reach", []), ("reach-turned", ["top"])):
+        spec = workload(**offline, evaluation__environment=environment)
+        if recorded not in (None, shown):
+            (fault,) = refused(spec, tmp_path)
+            assert fault.startswith(f"evaluation.environment: got '{environment} (turned cameras ")
+            continue
+        found = admit(spec, Home(tmp_path), LAPTOP).policy
+        same = admit(workload(environment=environment, evaluation=None), Home(tmp_path), LAPTOP).policy
+        assert found.turned_cameras == same.turned_cameras == tuple(shown)
+        assert found.schema_signature == same.schema_signature
+    alone = admit(workload(**offline, evaluation=None), Home(tmp_path), LAPTOP).policy
+    assert alone.turned_cameras == (None if recorded is None else tuple(recorded))
 
 
 def test_an_evaluation_of_other_widths_is_refused(tmp_path: Path) -> None:

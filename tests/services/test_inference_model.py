@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from configs.errors import AdmissionRefused, Conflict, TenantFault, UnknownObject
+from configs import presets
+from configs.errors import AdmissionRefused, Conflict, SpecError, TenantFault, UnknownObject
 from kernels import action_modules, tiny_qwen3_vl
 from services.inference_model import InferenceModelService
 from tests.services.policies import BASE, BASES, SMALL, observation, policy
@@ -366,3 +367,24 @@ def test_tenants_of_one_architecture_decode_together_as_alone(make: Callable[...
         assert (await service.status())["stack_bytes"] == 0
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("learned", "shown", "fits"),
+    [(("top",), ("top",), True), (("top",), (), False), ((), ("top",), False), ((), (), True), (None, ("top",), True)],
+)
+def test_an_evaluation_on_pictures_turned_otherwise_is_refused(
+    make: Callable[..., InferenceModelService], learned: tuple[str, ...] | None, shown: tuple[str, ...], fits: bool
+) -> None:
+    """Before an environment is asked for: there is none here, which is what the others hear of."""
+    config = policy("a").model_copy(update={"turned_cameras": learned})
+    environment = presets.environment("reach").model_copy(update={"turned_cameras": shown}).model_dump(mode="json")
+
+    async def main() -> None:
+        service = make()
+        await open_tenants(service, config)
+        await service.evaluate("a", environment, episodes=1, first_seed=40_000, num_envs=1, hosts=1, run_id="r")
+
+    with pytest.raises(Exception, match="." if fits else "environment: got 'reach") as caught:
+        run(main())
+    assert isinstance(caught.value, SpecError) != fits, caught.value

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.errors import LeaseLost, UnknownObject
+from configs.errors import Conflict, LeaseLost, UnknownObject
 from tests.services.scheduler_cases import Bench
 
 
@@ -133,3 +133,23 @@ def test_a_policy_of_an_older_journal_is_renewed_with_its_base() -> None:
     found.register("a", "sft", holder="run", lease_s=60.0, base_model="tiny", job_bytes=40)
     found.restart()
     assert found.state.policies["a.sft"].spec.base_model == "tiny"
+
+
+def test_company_that_is_asked_for_twice_under_one_id_is_leased_once() -> None:
+    """Retry, also after a restart: the same lease, and c stays for the next ask. Reuse by others or for the job that
+    leads: refused. With nothing that fits, an id names nothing yet."""
+    found = bench(a="tiny", b="tiny", c="tiny")
+    found.ready("a.sft")
+    leader = found.lease(request_id="lead")["job_id"]
+    assert found.lease_beside(leader, request_id="r1") is None
+    ready = [found.ready(key) for key in ("b.sft", "c.sft")]
+    taken = found.lease_beside(leader, request_id="r1")
+    assert taken is not None
+    assert found.lease_beside(leader, request_id="r1") == taken
+    found.restart()
+    again = found.lease_beside(leader, request_id="r1")
+    assert (again["job_id"], again["lease_token"], again["attempts"]) == (ready[0], taken["lease_token"], 1)
+    assert found.state.jobs[ready[1]].state == "ready"
+    for event in (found.beside(leader, holder="another", request_id="r1"), found.beside(leader, request_id="lead")):
+        assert isinstance(found.refused(event), Conflict)
+    assert named(found.lease_beside(leader, ready[0], request_id="r2", max_bytes=200)) == ready[1]

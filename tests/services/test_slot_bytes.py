@@ -17,6 +17,7 @@ import torch
 
 from configs.backend import BackendConfig
 from services.inference_model import InferenceModelService
+from services.policy_slot import PolicySlot
 from services.training_model import TrainingModelService
 from tests.services.policies import BASE, BASES, SMALL, backend, put_demonstrations
 
@@ -70,6 +71,11 @@ def live(service: TrainingModelService | InferenceModelService) -> int:
         if (executor := getattr(service, name, None)) is not None:
             executor.shutdown(wait=True)
             setattr(service, name, ThreadPoolExecutor(1))
+    return tensor_bytes()
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors' memory in this process."""
     gc.collect()
     storages = [o.untyped_storage() for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
@@ -112,6 +118,25 @@ def test_tenants_of_the_training_service_cost_their_slots_and_no_base(kind: str,
         assert live(service) - before == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_what_a_job_is_trained_on_is_counted_before_it_is_there(kind: str) -> None:
+    """A copy of the slot whose parameters all have gradients and moments, of which the slot itself has none yet; and of
+    a second optimizer, which is copied too, the room that it is to have."""
+    config, rl = backend("a", kind=kind), backend("a", "rl", kind=kind)
+    slot = PolicySlot(config.policy)
+    slot.ensure_optimizer(config.policy_key, config.algorithm)
+    counted = slot.copy_bytes
+    before = tensor_bytes()
+    copy = slot.copied()
+    loss = torch.stack([p.square().sum() for p in copy.module.parameters()]).sum()
+    loss.backward()
+    del loss
+    copy.optimizers[config.policy_key].adam.step()
+    assert tensor_bytes() - before == counted == 4 * 4 * NUMBERS[kind][0] + 4 * len(list(slot.module.parameters()))
+    slot.ensure_optimizer(rl.policy_key, rl.algorithm)
+    assert slot.copy_bytes - counted == 2 * 4 * NUMBERS[kind][0] + 4 * len(list(slot.module.parameters()))
 
 
 async def slots(service: TrainingModelService) -> dict[str, int]:

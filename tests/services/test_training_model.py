@@ -263,7 +263,7 @@ def test_rl_stages_add_their_columns_and_training_moves_the_policy(
         config = backend("a", "rl")
         await opened(service, tmp_path, config)
         described = _rollout(tmp_path, config)
-        assert await service.compute_advantages(described) == {"samples": 8}
+        assert await service.compute_advantages(described) == {"samples": 8, "group_counts": {}}
         result = await service.train_job(described)
         assert result["optimizer_steps"] == 4
         assert result["metrics"]["grad_norm"] > 0
@@ -281,9 +281,12 @@ def test_a_job_with_nothing_to_learn_from_makes_no_version_and_says_so(
         await opened(service, tmp_path, config)
         before = await parameters(service, "a")
         alike = _rollout(tmp_path, config, **_ended(np.ones(8)))
-        await service.compute_advantages(alike)
+        counts = (await service.compute_advantages(alike))["group_counts"]
+        assert counts == {"groups": 4, "filtered_groups": 0, "constant_groups": 4, "unfinished_episodes": 0}
+        alike["metadata"]["group_counts"] = counts  # as the advantage stage's task notes them
         result = await service.train_job(alike)
         assert result["nothing_to_learn"] is True
+        assert result["metrics"] == {"nothing_to_learn": 1.0, **counts}
         assert (result["version"], result["optimizer_steps"], result["checkpoint"]) == (0, 0, None)
         assert await service.versions() == {"a": 0}
         assert equal(before, await parameters(service, "a"))
@@ -391,6 +394,29 @@ def test_an_update_on_features_that_travelled_runs_no_forward_and_gives_the_same
     (kept, no_rows), (anew, rows) = asyncio.run(trained("own")), asyncio.run(trained("never"))
     assert (no_rows, rows) == (0, 16), "8 samples in the actor forward, 8 in training"
     assert equal(kept, anew)
+
+
+def test_a_service_without_room_for_a_jobs_features_encodes_each_microbatch_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPO in two epochs on pictures: 8 samples in the actor forward, then 8 held or 16 in turn; the same bits."""
+
+    async def trained(name: str, **bound: int) -> tuple[Parameters, int]:
+        folder = tmp_path / name
+        service = TrainingModelService(str(folder), BASES, 4, **bound)
+        config = reusing(backend("a", "rl"), "never")
+        await opened(service, folder, config)
+        described = _rollout(folder, config)
+        forwards = Forwards(service, monkeypatch)
+        await service.actor_forward(described)
+        await service.compute_advantages(described)
+        await service.train_job(described)
+        return await parameters(service, "a"), forwards.rows
+
+    held, rows = asyncio.run(trained("held"))
+    in_turn, more = asyncio.run(trained("in turn", max_update_feature_bytes=8 * 4 * 128 * 4 - 1))
+    assert (rows, more) == (16, 24)
+    assert equal(held, in_turn)
 
 
 def test_demonstrations_seen_before_are_not_encoded_again_and_give_the_same_bits(

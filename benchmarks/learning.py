@@ -117,11 +117,14 @@ def first_workload(learner: Learner) -> WorkloadSpec:
     """The supervised workload that a learner goes on from."""
     assert learner.curve.first is not None
     preset = presets.workload(learner.curve.first)
+    assert preset.evaluation is not None
+    # One episode: the curve's first point tells more. Without any nobody would know what its pictures are like.
+    seen = preset.evaluation.model_copy(update={"episodes": 1, "before": False})
     return preset.model_copy(
         update={
             "tenant": preset.tenant.model_copy(update={"name": learner.tenant}),
             "algorithm": preset.algorithm.model_copy(update={"seed": learner.seed}),
-            "evaluation": None,
+            "evaluation": seen,
         }
     )
 

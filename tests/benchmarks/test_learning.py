@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import learning
@@ -12,6 +13,7 @@ from configs import presets
 from configs.algorithm import RolloutSpec
 from configs.home import Home
 from services.admission import admit_all
+from storage.demonstrations import LeRobotWriter
 
 CURVES = {curve.preset: curve for curves in TASKS.values() for curve in curves.values()}.values()
 
@@ -68,3 +70,12 @@ def test_the_workloads_are_the_presets_in_lock_step(curve: Curve, tmp_path: Path
         assert first.action_module == found.action_module, "it goes on with the slot of the first"
         assert (first.tenant, first.algorithm.seed) == (found.tenant, 2)
         assert curve.demonstrations > 0
+        assert first.data is not None
+        cameras = {camera.name: (camera.height, camera.width) for camera in backend.policy.cameras}
+        widths = {"state_width": found.action_module.state_width, "action_width": found.action_module.action_width}
+        with LeRobotWriter(tmp_path / "datasets" / first.data.dataset, fps=20, cameras=cameras, **widths) as writer:
+            seen = {name: np.zeros((2, *size, 3), np.uint8) for name, size in cameras.items()}
+            rows = [np.zeros((2, width), np.float32) for width in widths.values()]
+            writer.add_episode(seen, *rows, "push the cube to the target")
+        (before,) = admit_all([first], Home(tmp_path), presets.cluster("laptop"))
+        assert before.policy.schema_signature == backend.policy.schema_signature

@@ -75,7 +75,9 @@ def test_all_faults_are_reported_at_once() -> None:
 
 
 def test_an_unknown_preset_lists_the_known_ones() -> None:
-    with pytest.raises(SpecError, match="environment: got 'reech'; possible: pickcube, pushcube, pushcube-progress, reach; choose one"):
+    with pytest.raises(
+        SpecError, match="environment: got 'reech'; possible: pickcube, pushcube, pushcube-progress, reach; choose one"
+    ):
         presets.environment("reech")
 
 

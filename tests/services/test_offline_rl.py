@@ -21,6 +21,7 @@ from storage.partitions import PartitionStore
 from tests.services.policies import BASE, BASES, FLOWS, backend, job, observation, put_demonstrations
 
 HORIZON = 2
+WHOLE = 1 << 30  # bytes of features: all of a job's
 KINDS = [(kind, name) for kind in ("gr00t", "pi", "pi05") for name in FLOWS]
 PROMPTS = ("push", "push the red cube to the green target on the table and then move the gripper back to the left")
 
@@ -103,7 +104,7 @@ def test_a_step_weighs_the_flows_errors_by_what_the_critic_did_not_expect(
     gained = data["return"][order.numpy()].astype(np.float64)
     weight = np.minimum(np.exp((gained - value) / 0.5), 3.0)
     counted = ~data["action_is_pad"][order.numpy()]
-    trained, result = slot.trained(backbone, config, data)
+    trained, result = slot.trained(backbone, config, data, WHOLE)
     metrics = result["metrics"]
     assert metrics["policy_loss"] == pytest.approx((weight[:, None] * error)[counted].sum() / 14, rel=1e-4)
     assert metrics["value_loss"] == pytest.approx(0.5 * ((value - gained) ** 2).mean(), rel=1e-4)
@@ -125,12 +126,12 @@ def test_a_slot_restored_between_two_jobs_ends_as_one_that_was_not(
 ) -> None:
     """The noise that the second job draws follows from the checkpoint's random state, too; cosine goes on."""
     config = offline("a", kind, name, passes=2)
-    first, _ = slot_of(config).trained(backbone, config, recorded(0))
-    through, result = first.trained(backbone, config, recorded(1))
+    first, _ = slot_of(config).trained(backbone, config, recorded(0), WHOLE)
+    through, result = first.trained(backbone, config, recorded(1), WHOLE)
     assert result["version"] == 8
     assert result["metrics"]["policy_loss"] > 0
     first.save(tmp_path, config.policy_key, {"schema_signature": config.policy.schema_signature})
-    again, _ = PolicySlot.restored(config, tmp_path, None, True).trained(backbone, config, recorded(1))
+    again, _ = PolicySlot.restored(config, tmp_path, None, True).trained(backbone, config, recorded(1), WHOLE)
     assert_same(again, through, config.policy_key)
 
 
@@ -167,5 +168,5 @@ def test_company_changes_no_bit_of_an_offline_job(tmp_path: Path, backbone: Back
 
     service = asyncio.run(main())
     for config in configs:
-        alone, _ = slot_of(config).trained(backbone, config, recorded())
+        alone, _ = slot_of(config).trained(backbone, config, recorded(), WHOLE)
         assert_same(service._slots[config.policy.tenant], alone, config.policy_key)

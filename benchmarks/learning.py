@@ -68,7 +68,7 @@ _REACH = {
 TASKS: dict[str, dict[str, Curve]] = {
     "reach": _REACH,
     **{curve.preset if curve.jobs is None else "reach-ppo": {name: curve} for name, curve in _REACH.items()},
-    "push": {"PPO from SFT": Curve("push-on", 10, 50, first="push-start", demonstrations=12, aim=0.85)},
+    "push": {"PPO from SFT": Curve("push-on", 10, 50, first="push-start", demonstrations=150, aim=0.85)},
     "pick": {"PPO": Curve("pick-return", 10, 50, metric="mean_return")},
 }
 """{task: {name: curve}}; in lock-step a curve is the same to the bit whichever others are learned beside it."""
@@ -213,7 +213,14 @@ def report_of(learners: Sequence[Learner]) -> report.Report:
     found = report.Report()
     for learner in learners:
         steps, values = zip(*learner.points, strict=True)
-        found.add(curve=learner.name, seed=learner.seed, steps=steps[-1], first=values[0], last=values[-1])
+        found.add(
+            curve=learner.name,
+            seed=learner.seed,
+            metric=learner.curve.metric,
+            steps=steps[-1],
+            first=values[0],
+            last=values[-1],
+        )
         found.series[f"{learner.name} {learner.seed} steps"] = [float(n) for n in steps]
         found.series[f"{learner.name} {learner.seed}"] = list(values)
     for name in dict.fromkeys(learner.name for learner in learners):
@@ -251,7 +258,8 @@ def draw(found: report.Report, path: Path) -> None:
     for row in found.rows:
         name = f"{row['curve']} {row['seed']}"
         curves[f"{row['curve']}, seed {row['seed']}"] = found.series[f"{name} steps"], found.series[name]
-    charts.lines(path, curves, "environment steps", "held-out episodes", "Learning on the platform")
+    metric = str(found.rows[0]["metric"]).replace("_", " ")
+    charts.lines(path, curves, "environment steps", metric, "Learning on the platform: held-out seeds")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def test_means_and_gains_by_hand(tmp_path: Path) -> None:
     expected = {"a last": 0.9, "a least": 0.8, "a first": 0.05, "b last": 7, "b least": 6, "b first": 2.5}
     assert found.summary == pytest.approx(expected | {"b gain over spread": 2})
     assert found.aims == {"a last": (">=", 0.95), "b gain over spread": (">=", 1.0)}
-    assert found.rows[1] == {"curve": "a", "seed": 1, "steps": 10, "first": 0.1, "last": 1.0}
+    row = {"curve": "a", "seed": 1, "metric": "success_rate", "steps": 10, "first": 0.1, "last": 1.0}
+    assert found.rows[1] == row
     learning.draw(found, tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 1000
 

@@ -110,7 +110,9 @@ class TrainingModelService:
             fresh: start from new weights at version 0 instead of those the slot has.
 
         Returns:
-            {"version", "bytes", "copy_bytes"}: of the slot, and of what a job is trained on.
+            {"version", "bytes", "copy_bytes", "policy"}: of the slot, and of what a job is trained on; "policy" is the
+            `PolicyConfig` that the slot has. One that is joined keeps its own, with the statistics that its weights
+            were learned under, whatever data or environment this workload has.
 
         Raises:
             Conflict: if the tenant's slot has another schema signature and `fresh` is not asked for, or the resident
@@ -138,6 +140,7 @@ class TrainingModelService:
                 start = await self._run(self._files, self._read_start, backend)
                 slot = await self._run(self._compute, self._new_slot, backend, start)
                 self._kept.clear(tenant)
+            backend = backend.model_copy(update={"policy": slot.config})
             slot.ensure_optimizer(backend.policy_key, backend.algorithm)
             self._slots[tenant] = slot
             self._configs[backend.policy_key] = backend
@@ -145,7 +148,12 @@ class TrainingModelService:
             self._jobs_trained[backend.policy_key] = 0
             self._last_job.pop(backend.policy_key, None)
             self._forget_unused_features()
-            return {"version": slot.version, "bytes": slot.num_bytes, "copy_bytes": slot.copy_bytes}
+            return {
+                "version": slot.version,
+                "bytes": slot.num_bytes,
+                "copy_bytes": slot.copy_bytes,
+                "policy": slot.config.model_dump(mode="json"),
+            }
 
     async def close_slot(self, tenant_id: str) -> None:
         """Forget the tenant's runtime state; its output folder stays. Closing twice is harmless."""

@@ -15,7 +15,7 @@ import yaml
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from configs.backend import BackendConfig
+from configs.backend import BackendConfig, PolicyConfig
 from configs.errors import Conflict, UnknownObject, refusal
 from configs.workload import WorkloadSpec
 from services.admission import admit
@@ -71,21 +71,22 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
             folder = platform.home.tenant(workload.tenant.name) / "workloads" / run_id
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "workload.yaml").write_text(yaml.safe_dump(workload.model_dump(mode="json"), sort_keys=False))
-            write_json(folder / "backend.json", backend.model_dump(mode="json"))
             fresh = workload.start == "fresh"
-            config = backend.model_dump(mode="json")
             training, inference, metrics = (
                 await platform.training(),
                 await platform.inference(),
                 await platform.metrics(),
             )
-            slot = await training.open_slot(config, str(folder), fresh=fresh)
+            slot = await training.open_slot(backend.model_dump(mode="json"), str(folder), fresh=fresh)
+            # Who goes on with a slot goes on with its statistics: its weights were learned under them.
+            backend = backend.model_copy(update={"policy": PolicyConfig.model_validate(slot["policy"])})
+            write_json(folder / "backend.json", backend.model_dump(mode="json"))
             known = backend.scheduler_policy(slot["copy_bytes"])
             await scheduler.register_policy(known, holder=run_id, lease_s=platform.cluster.lease_s)
             # Both services draw the same first weights from the seed; what was read from files is handed over.
             started = await training.export_params(workload.tenant.name) if workload.start_from else None
             await inference.open_policy(
-                config["policy"],
+                slot["policy"],
                 fresh=fresh,
                 tensors=started and started["tensors"],
                 delay=backend.rollout_delay or 0,

@@ -17,6 +17,7 @@ from kernels import backbones
 from services.feature_store import SHARED
 from services.rollout import FEATURE
 from services.training_model import TrainingModelService
+from storage.checkpoints import CheckpointStore
 from tests.services.policies import BASE, BASES, SMALL, backend, job, observation, put_demonstrations, rollouts
 
 KINDS = ("oft", "pi", "lora")
@@ -187,6 +188,26 @@ def test_sft_and_rl_of_one_tenant_share_the_slot_and_its_version(service: Traini
         other = backend("a", "rl", action_width=3)
         with pytest.raises(Conflict, match="start fresh"):
             await opened(service, tmp_path, other, fresh=False)
+
+    asyncio.run(main())
+
+
+def test_who_goes_on_with_a_slot_goes_on_with_its_statistics(service: TrainingModelService, tmp_path: Path) -> None:
+    """Supervised under the data's statistics, then by RL in an environment that declares others: what the adapter's
+    manifest says is what its weights were learned under."""
+
+    async def main() -> None:
+        supervised, rl = backend("a"), backend("a", "rl")
+        widened = rl.policy.action.model_copy(update={"std": (7.0,) * 2})
+        declared = rl.model_copy(update={"policy": rl.policy.model_copy(update={"action": widened})})
+        await opened(service, tmp_path, supervised)
+        reply = await opened(service, tmp_path, declared, fresh=False)
+        assert reply["policy"] == supervised.policy.model_dump(mode="json")
+        saved = await service.save("a", declared.policy_key)
+        store = CheckpointStore(Path(saved["path"]).parents[1])
+        assert store.load().manifest["policy"] == reply["policy"]
+        afresh = await opened(service, tmp_path, declared)
+        assert afresh["policy"]["action"]["std"] == [7.0, 7.0]
 
     asyncio.run(main())
 

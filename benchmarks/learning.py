@@ -61,20 +61,20 @@ class Curve:
 
 
 _REACH = {
-    "PPO": Curve("reach", 8, 100, jobs=40, aim=0.95),
-    "GRPO": Curve("reach-grpo", 12, 100, aim=0.95),
-    "Flow-SDE PPO": Curve("reach-flow", 16, 100, aim=0.95),
+    "reach-ppo": {"PPO": Curve("reach", 8, 100, jobs=40, aim=0.95)},
+    "reach-grpo": {"GRPO": Curve("reach-grpo", 12, 100, aim=0.95)},
+    "reach-flow": {"Flow-SDE PPO": Curve("reach-flow", 16, 100, aim=0.95)},
 }
 TASKS: dict[str, dict[str, Curve]] = {
-    "reach": _REACH,
-    **{curve.preset if curve.jobs is None else "reach-ppo": {name: curve} for name, curve in _REACH.items()},
+    "reach": {name: curve for curves in _REACH.values() for name, curve in curves.items()},
+    **_REACH,
     "push": {"PPO from SFT": Curve("push-on", 10, 50, first="push-start", demonstrations=150, aim=0.85)},
     "pick": {"PPO": Curve("pick-return", 10, 50, metric="mean_return")},
 }
 """{task: {name: curve}}; in lock-step a curve is the same to the bit whichever others are learned beside it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Learner:
     """One tenant: a curve by one seed.
 
@@ -86,8 +86,6 @@ class Learner:
     curve: Curve
     seed: int
     points: list[tuple[int, float]]
-    flow_run_id: str = ""
-    state: str = "SCHEDULED"
 
     @property
     def tenant(self) -> str:

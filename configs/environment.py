@@ -52,7 +52,7 @@ class EnvironmentSpec(Spec):
         default="environment",
         description="What is learned from: the environment's own reward; by how much it grew since the step before, "
         "from 0 at an episode's begin; or 1 in a step that succeeds and 0 elsewhere. A dense reward that stops with "
-        "success makes waiting worth more than success; its progress does not.",
+        "success can make waiting worth more than success; its progress does not.",
     )
     control_mode: str | None = Field(default=None, description="ManiSkill control mode; None elsewhere.")
     light_visuals: bool = Field(

@@ -232,9 +232,8 @@ class InferenceModelService:
             [B, H] and "value" [B].
         """
         policy = self._policies(tenant_id).find(policy_version)
-        prediction = await self._bound(policy, None if seed is None else _generator(seed), exploring=exploring)(
-            observations
-        )
+        generator = None if seed is None else _generator(seed)
+        prediction = await self._bound(policy, generator, exploring=exploring)(observations)
         names = ("action", "environment_action", "log_prob", "value")
         answer = {name: value for name in names if (value := getattr(prediction, name)) is not None}
         return {**answer, "policy_version": policy.version}

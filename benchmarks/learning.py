@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import charts, report
+from benchmarks.temporary_platform import temporary_platform
 from configs import presets
 from configs.algorithm import RolloutSpec
-from configs.home import Home
+from configs.platform import PlatformAddresses
 from configs.requests import CollectRequest
 from configs.workload import WorkloadSpec
-from joynexus import following, processes
+from joynexus import following
 from joynexus.prefect_api import TERMINAL_STATES, PrefectApi
 from services import lookup
 
@@ -181,10 +180,9 @@ def at_steps(jobs: Sequence[tuple[int, int]], history: Sequence[tuple[int, float
     return sorted(found.items())
 
 
-async def _measured(task: str, seeds: int, home: Home) -> list[Learner]:
+async def _measured(task: str, seeds: int, addresses: PlatformAddresses) -> list[Learner]:
     curves = TASKS[task]
     learners = [Learner(name, curve, seed, []) for name, curve in curves.items() for seed in range(seeds)]
-    addresses = processes.addresses(home)
     async with PrefectApi(addresses.prefect_api_url) as api, await lookup.connect(addresses.dask_scheduler) as client:
         started = [learner for learner in learners if learner.curve.first is not None]
         for dataset, environment, episodes in sorted({_data(learner) for learner in started}):
@@ -239,15 +237,8 @@ def report_of(learners: Sequence[Learner]) -> report.Report:
 
 def measure(arguments: argparse.Namespace) -> report.Report:
     """A platform under a temporary home, on it the learners of one task."""
-    with tempfile.TemporaryDirectory(prefix="joynexus-bench-") as folder:
-        home = Home(Path(folder))
-        os.environ["JOYNEXUS_HOME"] = folder
-        addresses = processes.ensure_up(home, "laptop")
-        os.environ.update(addresses.export())
-        try:
-            return report_of(asyncio.run(_measured(arguments.task, arguments.seeds, home)))
-        finally:
-            processes.down(home)
+    with temporary_platform() as (_, addresses):
+        return report_of(asyncio.run(_measured(arguments.task, arguments.seeds, addresses)))
 
 
 def draw(found: report.Report, path: Path) -> None:

@@ -24,7 +24,6 @@ import asyncio
 import itertools
 import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -36,13 +35,11 @@ import torch
 from benchmarks import charts, report, waiting_reach
 from benchmarks.single_file_ppo import SingleFilePpo
 from benchmarks.sizes import DEVICES
+from benchmarks.temporary_platform import temporary_platform
 from benchmarks.timing import interval
 from configs import presets
 from configs.algorithm import PpoSpec
-from configs.home import Home
-from configs.platform import PlatformAddresses
 from configs.workload import WorkloadSpec
-from joynexus import processes
 from tasks.connection import Platform, platform_connection
 from tasks.jobs import reserve, rollout
 from tasks.tenants import OpenedTenant, kept_policy, open_tenant
@@ -246,22 +243,17 @@ def measure(arguments: argparse.Namespace) -> report.Report:
     from prefect import flow
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    with tempfile.TemporaryDirectory(prefix="joynexus-bench-") as folder:
-        home, cluster = Home(Path(folder)), _CLUSTERS[arguments.device]
-        os.environ["JOYNEXUS_HOME"] = folder
-        torch.set_num_threads(presets.cluster(cluster).torch_threads)
-        addresses: PlatformAddresses = processes.ensure_up(home, cluster)
+    cluster = _CLUSTERS[arguments.device]
+    torch.set_num_threads(presets.cluster(cluster).torch_threads)
+
+    @flow(name="rl-throughput")
+    async def measured() -> list[report.Report]:
+        return [await _measured(arguments)]
+
+    with temporary_platform(cluster) as (_, addresses):
         os.environ.update(addresses.export())
-        try:
-
-            @flow(name="rl-throughput")
-            async def measured() -> list[report.Report]:
-                return [await _measured(arguments)]
-
-            with temporary_settings({PREFECT_API_URL: addresses.prefect_api_url}):
-                return asyncio.run(measured())[0]
-        finally:
-            processes.down(home)
+        with temporary_settings({PREFECT_API_URL: addresses.prefect_api_url}):
+            return asyncio.run(measured())[0]
 
 
 def draw(found: report.Report, path: Path) -> None:

@@ -309,7 +309,7 @@ class PolicySlot:
 
     @classmethod
     def restored(cls, backend: BackendConfig, folder: Path, version: int | None, with_optimizer: bool) -> PolicySlot:
-        """The slot as a checkpoint has it.
+        """The slot as a checkpoint has it, with the statistics that its parameters were learned under.
 
         Raises:
             UnknownObject, DataFault: see `CheckpointStore.load`.
@@ -320,7 +320,7 @@ class PolicySlot:
         if found != wanted:
             where = f"schema_signature of the checkpoint of version {checkpoint.version}"
             raise Conflict(refusal(where, found[:12], wanted[:12], "restore it into the interface it was trained with"))
-        slot = cls(backend.policy)
+        slot = cls(PolicyConfig.model_validate(checkpoint.manifest["policy"]))
         slot.version = int(checkpoint.version)
         action_modules.load_parameters(slot.module, checkpoint.params)
         slot.ensure_optimizer(backend.policy_key, backend.algorithm)

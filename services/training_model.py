@@ -340,7 +340,14 @@ class TrainingModelService:
         async with self._lock(tenant_id):
             slot = await self._run(self._files, PolicySlot.restored, backend, Path(folder), version, with_optimizer)
             self._slots[tenant_id] = slot
+            self._adopt(slot)
         return slot.version
+
+    def _adopt(self, slot: PolicySlot) -> None:
+        """Every workload of the tenant goes on with the statistics that the slot's weights were learned under."""
+        for key, backend in self._configs.items():
+            if backend.policy.tenant == slot.config.tenant:
+                self._configs[key] = backend.model_copy(update={"policy": slot.config})
 
     def _forget_unused_features(self) -> None:
         """What was kept for workloads that are no longer open goes; what is shared goes with the last that shares."""

@@ -130,7 +130,14 @@ def test_a_slot_restored_between_two_jobs_ends_as_one_that_was_not(
     through, result = first.trained(backbone, config, recorded(1), WHOLE)
     assert result["version"] == 8
     assert result["metrics"]["policy_loss"] > 0
-    first.save(tmp_path, config.policy_key, {"schema_signature": config.policy.schema_signature})
+    first.save(
+        tmp_path,
+        config.policy_key,
+        {
+            "schema_signature": config.policy.schema_signature,
+            "policy": config.policy.model_dump(mode="json"),
+        },
+    )
     again, _ = PolicySlot.restored(config, tmp_path, None, True).trained(backbone, config, recorded(1), WHOLE)
     assert_same(again, through, config.policy_key)
 

@@ -94,7 +94,10 @@ def test_a_checkpoint_of_another_interface_is_not_restored(backbone: Backbone, t
     """Alpha is in no parameter: names, shapes and dtypes are the same."""
     config = backend("a", kind="lora")
     trained, _ = trained_alone(backbone, slot_of(config), config, samples(8))
-    manifest = {"schema_signature": config.policy.schema_signature}
+    manifest = {
+        "schema_signature": config.policy.schema_signature,
+        "policy": config.policy.model_dump(mode="json"),
+    }
     trained.save(tmp_path, config.policy_key, manifest)
     assert PolicySlot.restored(config, tmp_path, None, True).version == 2
     other = config.model_copy(update={"policy": config.policy.model_copy(update={"schema_signature": "f" * 64})})
@@ -166,7 +169,14 @@ def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_ch
     assert expected > 1e-5
     _, result = trained_alone(backbone, first, config, data)
     assert result["metrics"]["kl"] == pytest.approx(expected, rel=1e-3)
-    first.save(tmp_path, config.policy_key, {"schema_signature": config.policy.schema_signature})
+    first.save(
+        tmp_path,
+        config.policy_key,
+        {
+            "schema_signature": config.policy.schema_signature,
+            "policy": config.policy.model_dump(mode="json"),
+        },
+    )
     restored = PolicySlot.restored(config, tmp_path, None, True)
     assert restored.num_bytes == first.num_bytes > slot_of(rollouts("a", "grpo", group_size=2)).num_bytes
     _, again = trained_alone(backbone, restored, config, data)

@@ -212,6 +212,27 @@ def test_who_goes_on_with_a_slot_goes_on_with_its_statistics(service: TrainingMo
     asyncio.run(main())
 
 
+def test_a_restored_slot_has_its_checkpoints_statistics(service: TrainingModelService, tmp_path: Path) -> None:
+    """Whatever the workload declares that restores it; what it saves next says the same."""
+
+    async def main() -> None:
+        learned = backend("a")
+        await opened(service, tmp_path, learned)
+        await service.save("a", learned.policy_key)
+        widened = learned.policy.action.model_copy(update={"std": (7.0,) * 2})
+        declared = learned.model_copy(update={"policy": learned.policy.model_copy(update={"action": widened})})
+        assert (await opened(service, tmp_path, declared))["policy"]["action"]["std"] == [7.0, 7.0]
+        folder = tmp_path / "tenants" / "a" / "sft"
+        await service.restore("a", "a.sft", folder=str(folder), version=0, with_optimizer=True)
+        # A slot at another version than what is saved: else saving writes nothing.
+        await service.train_job(put_demonstrations(partitions(tmp_path), learned, 0))
+        saved = CheckpointStore(folder / "checkpoints").load().manifest
+        assert saved["policy_version"] == 2
+        assert saved["policy"] == learned.policy.model_dump(mode="json")
+
+    asyncio.run(main())
+
+
 def test_slots_are_bounded(tmp_path: Path) -> None:
     """What they cost is in test_slot_bytes."""
 

@@ -3,7 +3,7 @@
 #   make demo KEEP=1               leaves the pages up afterwards
 #   make test ARGS='tests/storage -x'
 
-.PHONY: demo test lint format install renderer browser
+.PHONY: demo test test-interop lint format install renderer browser
 
 demo: install $(if $(WITHOUT_RENDERER),,renderer)
 	@.venv/bin/joynexus demo $(if $(WITHOUT_RENDERER),--without-renderer) $(if $(KEEP),--keep)
@@ -13,6 +13,11 @@ test: install
 	@scripts/renderer.sh || true
 	@scripts/browser.sh || true
 	@.venv/bin/python -m pytest $(ARGS)
+
+# Datasets written here in the real lerobot, and its datasets here: its own virtual environment, 6 GB.
+test-interop: install
+	@scripts/interop.sh
+	@.venv/bin/python -m pytest tests_interop $(ARGS)
 
 lint: install
 	@.venv/bin/ruff check .

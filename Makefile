@@ -7,7 +7,7 @@
 # Tests on the platform wait much: the others run beside them in a second process.
 TOGETHER = -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test lint format install renderer browser
+.PHONY: demo test test-interop lint format install renderer browser
 
 demo: install $(if $(WITHOUT_RENDERER),,renderer)
 	@.venv/bin/joynexus demo $(if $(WITHOUT_RENDERER),--without-renderer) $(if $(KEEP),--keep)
@@ -17,6 +17,11 @@ test: install
 	@scripts/renderer.sh || true
 	@scripts/browser.sh || true
 	@.venv/bin/python -m pytest $(TOGETHER) $(ARGS)
+
+# Datasets written here in the real lerobot, and its datasets here: its own virtual environment, 6 GB.
+test-interop: install
+	@scripts/interop.sh
+	@.venv/bin/python -m pytest tests_interop $(ARGS)
 
 lint: install
 	@.venv/bin/ruff check .

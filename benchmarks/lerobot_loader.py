@@ -1,4 +1,4 @@
-"""The peer of `dataset_read`: LeRobot's own dataset in torch's DataLoader. Runs under an interpreter that has `lerobot`.
+"""The peer of `dataset_read`: LeRobot's own dataset in torch's DataLoader, under an interpreter that has `lerobot`.
 
 `PYTHON benchmarks/lerobot_loader.py ROOT HORIZON BATCH WORKERS`
 

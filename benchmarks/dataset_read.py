@@ -2,9 +2,10 @@
 
 One dataset, written here in the format that both read, once with its pictures in parquet files and once in videos (AV1,
 a keyframe every second frame, as LeRobot's writer makes them). Both sides shuffle all frames, give a chunk of actions a
-sample, have the same number of workers (threads here, processes there) and work ahead by two batches. Each side gives what it gives its trainer: ours uint8 [n, h, w, 3], LeRobot float32 [n, 3, h, w]. They are measured in
-turns, in processes that live on; left out: opening the dataset and starting workers, and the first epoch, which fills
-what either side keeps. What we keep is held to `--cache-mb`; LeRobot's cache of the parquet files is Arrow's, on disk.
+sample, have the same number of workers (threads here, processes there) and work ahead by two batches. Each side gives
+what it gives its trainer: ours uint8 [n, h, w, 3], LeRobot float32 [n, 3, h, w]. They are measured in turns, in
+processes that live on; left out: opening the dataset and starting workers, and the first epoch, which fills what either
+side keeps. What we keep is held to `--cache-mb`; LeRobot keeps an Arrow copy of the parquet files on disk.
 
 LeRobot has its own virtual environment, since it wants another torch: `make test-interop` builds it.
 """

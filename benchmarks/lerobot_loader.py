@@ -23,10 +23,9 @@ def batches(root: str, horizon: int, batch: int, workers: int) -> Iterator[dict[
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     torch.set_num_threads(1)
-    fps = json.load(open(f"{root}/meta/info.json"))["fps"]
-    dataset = LeRobotDataset(
-        "benchmark/local", root=root, delta_timestamps={"action": [i / fps for i in range(horizon)]}
-    )
+    fps = json.loads(Path(root, "meta", "info.json").read_text())["fps"]
+    chunk = {"action": [i / fps for i in range(horizon)]}
+    dataset = LeRobotDataset("benchmark/local", root=root, delta_timestamps=chunk)
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_size=batch,

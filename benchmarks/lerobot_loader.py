@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 

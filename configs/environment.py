@@ -8,13 +8,15 @@ from pydantic import Field, model_validator
 
 from configs.spec import Name, Spec
 
+LARGEST_CAMERA = 1024  # pixels a side
+
 
 class CameraSpec(Spec):
     """One RGB camera, bound by name."""
 
     name: Name
-    height: int = Field(gt=0, le=1024, description="Rendered height in pixels.")
-    width: int = Field(gt=0, le=1024, description="Rendered width in pixels.")
+    height: int = Field(gt=0, le=LARGEST_CAMERA, description="Rendered height in pixels.")
+    width: int = Field(gt=0, le=LARGEST_CAMERA, description="Rendered width in pixels.")
 
 
 class StatisticsSpec(Spec):

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel
 
 from configs.cluster import ClusterSpec
+from configs.data import ColumnsSpec
 from configs.environment import EnvironmentSpec
 from configs.errors import SpecError, refusal
 from configs.model import BaseModelSpec
@@ -59,6 +60,11 @@ def environment(name: str, field: str = "environment") -> EnvironmentSpec:
 def cluster(name: str) -> ClusterSpec:
     """The cluster preset `name`."""
     return _load("clusters", ClusterSpec, name, "cluster")
+
+
+def columns(name: str) -> ColumnsSpec:
+    """The preset `name` of a published dataset's columns."""
+    return _load("columns", ColumnsSpec, name, "data.preset")
 
 
 def workload(name: str) -> WorkloadSpec:

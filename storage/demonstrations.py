@@ -1,4 +1,4 @@
-"""Demonstrations on disk in the LeRobot v3.0 layout (`storage.lerobot_format`), pictures inside the parquet files.
+"""Demonstrations on disk in the LeRobot format (`storage.lerobot_format`), pictures in the data files or as videos.
 
 `LeRobotWriter` makes a dataset that appears whole or not at all; `LeRobotDataset` reads it, frames addressed by integer
 index (float32 timestamps drift), as samples a policy can learn from.
@@ -7,15 +7,13 @@ index (float32 timestamps drift), as samples a policy can learn from.
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
@@ -26,6 +24,9 @@ from configs.spec import checked_name
 from storage import lerobot_format as layout
 from storage.atomic import new_folder, write_synced
 from storage.lerobot_dataset import LeRobotDataset
+from storage.lerobot_layouts import LAYOUTS, NEWEST
+from storage.lerobot_statistics import ImageStats, vector_stats
+from storage.video import VideoWriter, described
 
 __all__ = ["LeRobotDataset", "LeRobotWriter"]
 
@@ -50,6 +51,9 @@ class LeRobotWriter:
         provenance: Mapping[str, Any] | None = None,
         file_size_mb: int = 100,
         rewards: bool = False,
+        version: str = NEWEST,
+        video_codec: str | None = None,
+        video_file_size_mb: int = 200,
     ) -> None:
         """Describe the dataset; nothing is written before the block begins.
 
@@ -63,32 +67,48 @@ class LeRobotWriter:
             state_names: A name each state dimension.
             action_names: A name each action dimension.
             provenance: JSON on where the demonstrations come from (environment, seeds, noise), kept beside them.
-            file_size_mb: A data file that has grown past this is followed by a new one.
+            file_size_mb: A data file that has grown past this is followed by a new one (v3.0; in v2.1 an episode is).
             rewards: Every episode has the reward of each action.
+            version: Of the format, one of `LAYOUTS`.
+            video_codec: Write pictures as mp4, one file or more a camera, with this encoder (`storage.video.CODECS`);
+                None: as PNG inside the data files, to the bit.
+            video_file_size_mb: As `file_size_mb`, of a camera's video files.
+
+        Raises:
+            SpecError: a version, codec, rate or size that cannot be written.
         """
         if fps < 1:
             raise SpecError(refusal("fps", fps, "1 or more", "give frames a second"))
         if not cameras:
             raise SpecError(refusal("cameras", dict(cameras), "one camera or more", "name the cameras"))
+        if version not in LAYOUTS:
+            raise SpecError(refusal("version of the LeRobot format", version, ", ".join(LAYOUTS), "choose one"))
         self._root = Path(root)
         self._fps = fps
         self._cameras = {checked_name(name): (int(h), int(w)) for name, (h, w) in cameras.items()}
         self._widths = {layout.STATE: state_width, layout.ACTION: action_width}
         self._robot_type = robot_type
         self._provenance = dict(provenance or {})
-        self._features = layout.features(self._cameras, state_width, action_width, state_names, action_names, rewards)
+        self._layout = LAYOUTS[version]
+        self._codec = video_codec
+        video = None if video_codec is None else described(video_codec, fps)
+        self._features = layout.features(
+            self._cameras, state_width, action_width, state_names, action_names, rewards, video
+        )
         self._rewards = rewards
         self._schema = layout.data_schema(self._features)
-        self._file_size_mb = file_size_mb
+        self._file_size_mb, self._video_file_size_mb = file_size_mb, video_file_size_mb
         self._tasks: dict[str, int] = {}  # {instruction: task_index}
-        self._episodes: list[dict[str, Any]] = []
+        self._episodes: list[layout.WrittenEpisode] = []
         vectors = (*self._widths, *([layout.REWARD] if rewards else []), *layout.INDEX_FEATURES)
         self._vectors: dict[str, list[NDArray[Any]]] = {key: [] for key in vectors}
-        self._images = {name: layout.ImageStats() for name in self._cameras}
+        self._images = {name: ImageStats() for name in self._cameras}
         self._frames = 0
         self._file = 0
         self._file_bytes = 0
         self._parquet: pq.ParquetWriter | None = None
+        self._videos: dict[str, _RotatedVideo] = {}
+        self._broken: BaseException | None = None
         self._stack = ExitStack()
         self._folder: Path | None = None
 
@@ -104,6 +124,8 @@ class LeRobotWriter:
         try:
             if self._parquet is not None:
                 self._parquet.close()
+            for video in self._videos.values():
+                video.close()
             if kind is None:
                 self._finish()
         except BaseException as failure:
@@ -138,6 +160,10 @@ class LeRobotWriter:
         """
         if self._folder is None:
             raise SpecError("writer: not open; possible: inside its with block; write `with LeRobotWriter(...) as w`")
+        if self._broken is not None:
+            raise SpecError(
+                "writer: an episode was not written whole; nothing more can be added; write the dataset anew"
+            )
         length = self._checked_length(images, state, action, task, reward)
         episode, start = len(self._episodes), self._frames
         task_index = self._tasks.setdefault(task, len(self._tasks))
@@ -152,39 +178,42 @@ class LeRobotWriter:
             "index": start + frame_index,
             "task_index": np.full(length, task_index, np.int64),
         }
-        self._write_frames(images, columns)
-        stats = {key: layout.vector_stats(values) for key, values in columns.items()}
+        stats = {key: vector_stats(values, self._layout.quantiles) for key, values in columns.items()}
+        try:
+            self._write_frames(images, columns)
+            videos = self._write_videos(images, episode)
+        except BaseException as failure:  # part of the episode may be on the disk, and the next one would follow it
+            self._broken = failure
+            raise
         for name, frames in images.items():
-            of_episode = layout.ImageStats()
+            of_episode = ImageStats()
             of_episode.add(frames)
-            stats[layout.IMAGE_PREFIX + name] = of_episode.result()
-            self._images[name].add(frames)
+            stats[layout.IMAGE_PREFIX + name] = of_episode.result(self._layout.quantiles)
+            self._images[name].merge(of_episode)
         for key, values in columns.items():
             self._vectors[key].append(values)
         self._frames += length
         self._episodes.append(
-            {
-                "episode_index": episode,
-                "tasks": [task],
-                "length": length,
-                "data/chunk_index": self._file // layout.FILES_PER_CHUNK,
-                "data/file_index": self._file % layout.FILES_PER_CHUNK,
-                "dataset_from_index": start,
-                "dataset_to_index": start + length,
-                **{f"stats/{key}/{stat}": value for key, all_of in stats.items() for stat, value in all_of.items()},
-                "meta/episodes/chunk_index": 0,
-                "meta/episodes/file_index": 0,
-            }
+            layout.WrittenEpisode(
+                index=episode,
+                start=start,
+                length=length,
+                task=task,
+                data_file=self._file,
+                videos=videos,
+                stats=stats,
+            )
         )
 
     def _write_frames(self, images: Mapping[str, NDArray[np.uint8]], columns: Mapping[str, NDArray[Any]]) -> None:
-        if self._parquet is not None and self._file_bytes >= self._file_size_mb << 20:
+        full = self._layout.file_an_episode or self._file_bytes >= self._file_size_mb << 20
+        if self._parquet is not None and full:
             self._parquet.close()
             self._parquet, self._file, self._file_bytes = None, self._file + 1, 0
         arrays = []
         for field in self._schema:
             camera = field.name.removeprefix(layout.IMAGE_PREFIX)
-            if camera in self._cameras and camera != field.name:
+            if camera in self._cameras and camera != field.name:  # a video's column is not in the schema
                 frames = [
                     {"bytes": _png(frame), "path": f"frame-{i:06d}.png"} for i, frame in enumerate(images[camera])
                 ]
@@ -198,39 +227,53 @@ class LeRobotWriter:
             else:
                 arrays.append(pa.array(values.reshape(-1), type=field.type))
         if self._parquet is None:
-            path = self._path(
-                layout.DATA.format(
-                    chunk_index=self._file // layout.FILES_PER_CHUNK, file_index=self._file % layout.FILES_PER_CHUNK
-                )
-            )
+            path = self._path(self._layout.data_file(self._file))
             self._parquet = pq.ParquetWriter(path, self._schema, compression="snappy")
         self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
 
+    def _write_videos(self, images: Mapping[str, NDArray[np.uint8]], episode: int) -> dict[str, tuple[int, int]]:
+        """{video key: (file, frame of it that the episode begins with)}."""
+        if self._codec is None:
+            return {}
+        found = {}
+        for name, (height, width) in self._cameras.items():
+            key = layout.IMAGE_PREFIX + name
+            if key not in self._videos:
+                self._videos[key] = _RotatedVideo(
+                    lambda number, key=key: self._path(self._layout.video_file(key, number)),  # type: ignore[misc]
+                    bound=0 if self._layout.file_an_episode else self._video_file_size_mb << 20,
+                    options={"fps": self._fps, "height": height, "width": width, "codec": self._codec},
+                )
+            found[key] = self._videos[key].add(images[name])
+        return found
+
     def _finish(self) -> None:
+        if self._broken is not None:
+            raise SpecError("writer: an episode was not written whole; nothing of the dataset is kept; write it anew")
         if not self._episodes:
             raise SpecError(
                 refusal("episodes", 0, "1 or more", "add an episode, a dataset without one teaches nothing")
             )
-        stats = {key: layout.vector_stats(np.concatenate(parts)) for key, parts in self._vectors.items()}
-        stats.update({layout.IMAGE_PREFIX + name: found.result() for name, found in self._images.items()})
-        described = layout.info(
-            self._features,
-            fps=self._fps,
-            robot_type=self._robot_type,
-            episodes=len(self._episodes),
-            frames=self._frames,
-            tasks=len(self._tasks),
-            file_size_mb=self._file_size_mb,
+        quantiles = self._layout.quantiles
+        stats = {key: vector_stats(np.concatenate(parts), quantiles) for key, parts in self._vectors.items()}
+        stats.update({layout.IMAGE_PREFIX + name: found.result(quantiles) for name, found in self._images.items()})
+        files = self._layout.metadata(
+            layout.Written(
+                features=self._features,
+                fps=self._fps,
+                robot_type=self._robot_type,
+                tasks=list(self._tasks),
+                episodes=self._episodes,
+                frames=self._frames,
+                stats=stats,
+                data_file_mb=self._file_size_mb,
+                video_file_mb=self._video_file_size_mb,
+            )
         )
-        files = {layout.INFO: described, layout.STATS: stats}
         if self._provenance:
-            files[layout.PROVENANCE] = self._provenance
+            files[layout.PROVENANCE] = layout.json_bytes(self._provenance)
         for name, content in files.items():
-            write_synced(self._path(name), json.dumps(content, indent=4, allow_nan=False).encode())
-        index = pd.Index(list(self._tasks), name="task")
-        pd.DataFrame({"task_index": list(self._tasks.values())}, index=index).to_parquet(self._path(layout.TASKS))
-        table = pa.Table.from_pylist(self._episodes)
-        pq.write_table(table, self._path(layout.EPISODES.format(chunk_index=0, file_index=0)), compression="snappy")
+            write_synced(self._path(name), content)
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None
@@ -273,6 +316,40 @@ class LeRobotWriter:
                 row = int(np.argmax(~np.isfinite(array).all(axis=1)))
                 raise TenantFault(refusal(f"{where}: {name}", f"no number in frame {row}", "finite values", "drop it"))
         return length
+
+
+class _RotatedVideo:
+    """One camera's video files, each followed by a new one when it has grown past `bound` bytes (0: each episode)."""
+
+    def __init__(self, path: Callable[[int], Path], *, bound: int, options: Mapping[str, Any]) -> None:
+        self._path_of = path
+        self._bound = bound
+        self._options = options
+        self._number = -1
+        self._path: Path | None = None
+        self._writer: VideoWriter | None = None
+
+    def add(self, frames: NDArray[np.uint8]) -> tuple[int, int]:
+        """Write one episode; the file's number and the index in it of the episode's first frame."""
+        if self._writer is None or self._grown():
+            self.close()
+            self._number += 1
+            self._path = self._path_of(self._number)
+            self._writer = VideoWriter(self._path, **self._options)
+        first = self._writer.frames
+        self._writer.add(frames)
+        return self._number, first
+
+    def _grown(self) -> bool:
+        if self._bound == 0 or self._path is None:
+            return True
+        # An encoder looks ahead: while it holds all frames, there is no file yet.
+        return self._path.exists() and self._path.stat().st_size >= self._bound
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def _png(frame: NDArray[np.uint8]) -> bytes:

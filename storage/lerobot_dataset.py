@@ -1,42 +1,63 @@
-"""Reads a LeRobot v3.0 dataset with pictures inside its parquet files, as samples a policy can learn from.
+"""Reads a LeRobot dataset, v2.1 or v3.0, with its pictures in parquet files or videos, as samples to learn from.
 
-It refuses what it cannot read right: another format version, videos, missing statistics, frames out of order.
+It refuses what it cannot read right: another format version, missing statistics, frames out of order.
 """
 
 from __future__ import annotations
 
-import io
-import json
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from PIL import Image
 
+from configs.data import ColumnsSpec
 from configs.environment import StatisticsSpec
 from configs.errors import DataFault, SpecError, UnknownObject, refusal
 from storage import lerobot_format as layout
+from storage.lerobot_columns import as_recorded, bound
+from storage.lerobot_layouts import LAYOUTS
+from storage.lerobot_pictures import Pictures
 
 
 class LeRobotDataset:
-    """A dataset folder, opened for reading. Thread-safe.
+    """A dataset folder, opened for reading.
 
-    Vectors are kept in memory; pictures are decoded a row group at a time (an episode, as our writer and LeRobot's
-    record them) and kept while they fit `cache_bytes`.
+    Thread-safe: all methods may be called from several threads at one time, and work side by side in decoding. What was
+    read when the dataset was opened does not change: `state`, `action`, `reward`, `episode_ranges`, `row_groups`,
+    `tasks`, `stats`, `cameras`. These vectors are held in memory whole, about 4 (S + A + 5) bytes a frame; pictures are
+    read when they are asked for and kept while they fit `cache_bytes`.
+
+    Frames are addressed by integer index, 0 to len − 1. Those of one row group (parquet) or one stretch of an episode
+    (video) are cheapest read together.
+
+    Attributes:
+        cameras: {name: (height, width)} as pictures are given, after the declared resize.
+        state: [frames, S] float32, as recorded.
+        action: [frames, A] float32, as recorded.
+        reward: [frames] float32, of each frame's action; None: none was recorded.
+        episode_ranges: [episodes, 2], first frame of each, and the one after its last.
+        row_groups: (data file, row group, its first frame), ascending.
     """
 
-    def __init__(self, root: Path, *, cache_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, root: Path, columns: ColumnsSpec | None = None, *, cache_bytes: int = 1 << 30, decoders: int = 8
+    ) -> None:
         """Read the metadata and vectors.
+
+        Args:
+            root: the dataset's folder.
+            columns: which columns are cameras, state and action, and the sizes that pictures are given; None:
+                LeRobot's own names, sizes as recorded.
+            cache_bytes: bound on pictures that are kept, encoded and decoded.
+            decoders: video files open at one time, at most; more threads than that wait for one another.
 
         Raises:
             UnknownObject: there is no dataset at `root`.
+            SpecError: declared columns that it has not, or of other widths.
             DataFault: it is of another version, torn, without statistics, or its frames are not in order.
         """
         self.root = Path(root)
@@ -44,37 +65,34 @@ class LeRobotDataset:
             raise UnknownObject(
                 refusal("dataset", str(root), f"a folder with {layout.INFO}", "collect it first, or correct its name")
             )
-        info = self._json(layout.INFO)
-        if info.get("codebase_version") != layout.CODEBASE_VERSION:
-            raise DataFault(
-                refusal(
-                    f"codebase_version of dataset {self.root.name}",
-                    info.get("codebase_version"),
-                    layout.CODEBASE_VERSION,
-                    "convert it with LeRobot's converter",
-                )
-            )
+        info = self._checked_info()
+        of_version = LAYOUTS[info["codebase_version"]]
         self.features: dict[str, dict[str, Any]] = info["features"]
-        self.fps = int(info["fps"])
-        self.cameras = {  # {name: (height, width)}
-            key.removeprefix(layout.IMAGE_PREFIX): (int(f["shape"][0]), int(f["shape"][1]))
-            for key, f in self.features.items()
-            if f["dtype"] == "image"
-        }
+        self.fps = float(info["fps"])
         self._inode = self.root.stat().st_ino
-        self._refuse_what_is_not_read()
-        self.state_width = int(self.features[layout.STATE]["shape"][0])
-        self.action_width = int(self.features[layout.ACTION]["shape"][0])
-        self.stats = self._read_stats()
-        self.tasks = self._read_tasks()
-        self.provenance = self._json(layout.PROVENANCE) if (self.root / layout.PROVENANCE).is_file() else {}
-        self._groups: list[tuple[Path, int, int]] = []  # (file, row group, its first frame), ascending
-        self._read_frames(int(info["total_frames"]))
-        self._read_episodes(int(info["total_episodes"]))
-        self._cache_bytes = cache_bytes
-        self._cached = 0
-        self._pictures: OrderedDict[tuple[int, str], NDArray[np.uint8]] = OrderedDict()  # {(group, camera): frames}
-        self._lock = threading.Lock()
+        name = self.root.name
+        self._columns = as_recorded(self.features, name) if columns is None else bound(self.features, columns, name)
+        self._cameras = {camera.name: camera for camera in self._columns.cameras}
+        self.cameras = {camera.name: camera.size for camera in self._columns.cameras}
+        self.state_width, self.action_width = self._columns.state_width, self._columns.action_width
+        stats = of_version.statistics(self.root, self.features)
+        self.stats = self._checked_stats(stats)
+        self.tasks = of_version.tasks(self.root)
+        path = self.root / layout.PROVENANCE
+        self.provenance: dict[str, Any] = layout.json_of(path, self.root) if path.is_file() else {}
+        episodes = of_version.episodes(self.root, info)
+        self.row_groups: list[tuple[str, int, int]] = []
+        frame_index, timestamp = self._read_frames(episodes, int(info["total_frames"]))
+        self.episode_ranges = self._checked_ranges(episodes, int(info["total_episodes"]), frame_index)
+        if any(camera.video for camera in self._columns.cameras) and not np.array_equal(
+            np.rint(timestamp.astype(np.float64) * self.fps), frame_index
+        ):
+            raise self._torn(
+                f"its timestamps are not frame_index / fps ({self.fps:g}), so frames of videos are unknown"
+            )
+        self._pictures = Pictures(
+            self.root, episodes, self.row_groups, self.fps, cache_bytes=cache_bytes, decoders=decoders
+        )
 
     def __len__(self) -> int:
         """Frames."""
@@ -85,8 +103,18 @@ class LeRobotDataset:
         """Episodes."""
         return len(self.episode_ranges)
 
+    @property
+    def state_statistics(self) -> StatisticsSpec:
+        """Of the column that is bound as state."""
+        return self.statistics(self._columns.state)
+
+    @property
+    def action_statistics(self) -> StatisticsSpec:
+        """Of the column that is bound as action."""
+        return self.statistics(self._columns.action)
+
     def statistics(self, key: str) -> StatisticsSpec:
-        """Mean and deviation of `observation.state` or `action`, for normalising in training and in serving alike."""
+        """Mean and deviation of a vector column, for normalising in training and in serving alike."""
         stats = self.stats[key]
         return StatisticsSpec(mean=tuple(stats["mean"]), std=tuple(stats["std"]))
 
@@ -112,7 +140,7 @@ class LeRobotDataset:
     def sample(
         self, indices: Sequence[int] | NDArray[np.integer[Any]], horizon: int, cameras: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Frames by integer index, each with the chunk of actions that begins there.
+        """Frames by integer index, each with the chunk of actions that begins there: `vectors` and `pictures`.
 
         Args:
             indices: n frames, 0 to len − 1, repeated and in any order as wished.
@@ -126,24 +154,27 @@ class LeRobotDataset:
         Raises:
             UnknownObject: a camera that is not there; those that are get listed.
             SpecError: an index out of range, or a horizon below 1.
+            DataFault: pictures that cannot be read.
         """
         names = list(self.cameras) if cameras is None else list(cameras)
         for name in names:
-            if name not in self.cameras:
-                possible = ", ".join(self.cameras)
-                raise UnknownObject(
-                    refusal(f"camera of dataset {self.root.name}", name, possible, "bind cameras by name")
-                )
-        rows = np.asarray(indices, dtype=np.int64)
-        if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= len(self))):
-            raise SpecError(refusal("indices", rows.tolist()[:8], f"0 to {len(self) - 1}", "address existing frames"))
+            self._refuse_unknown(name)
+        vectors = self.vectors(indices, horizon)
+        return {"images": {name: self.pictures(name, indices) for name in names}, **vectors}
+
+    def vectors(self, indices: Sequence[int] | NDArray[np.integer[Any]], horizon: int) -> dict[str, Any]:
+        """What `sample` gives, without the pictures. Reads no file.
+
+        Raises:
+            SpecError: an index out of range, or a horizon below 1.
+        """
+        rows = self._checked_rows(indices)
         if horizon < 1:
             raise SpecError(refusal("horizon", horizon, "1 or more", "give the action module's horizon"))
         last = self.episode_ranges[self._episode_index[rows], 1] - 1
         wanted = rows[:, None] + np.arange(horizon)
         task_index = self._task_index[rows].astype(np.int32)
         return {
-            "images": {name: self._frames_of(name, rows) for name in names},
             "proprioception": self.state[rows],
             "action": self.action[np.minimum(wanted, last[:, None])],
             "action_is_pad": wanted > last[:, None],
@@ -151,44 +182,35 @@ class LeRobotDataset:
             "task_index": task_index,
         }
 
-    def _frames_of(self, camera: str, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        found = np.empty((len(rows), *self.cameras[camera], 3), np.uint8)
-        starts = np.array([start for _, _, start in self._groups])
-        groups = np.searchsorted(starts, rows, side="right") - 1
-        for group in np.unique(groups):
-            chosen = groups == group
-            found[chosen] = self._decoded(int(group), camera)[rows[chosen] - starts[group]]
-        return found
+    def pictures(self, camera: str, indices: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
+        """One camera's frames by integer index, uint8 [n, h, w, 3] in its declared size.
 
-    def _decoded(self, group: int, camera: str) -> NDArray[np.uint8]:
-        with self._lock:
-            if (group, camera) in self._pictures:
-                self._pictures.move_to_end((group, camera))
-                return self._pictures[group, camera]
+        Raises:
+            UnknownObject: a camera that is not there; those that are get listed.
+            SpecError: an index out of range.
+            DataFault: a file is missing, torn, or another than was opened.
+        """
+        self._refuse_unknown(camera)
+        rows = self._checked_rows(indices)
         self._refuse_another()
-        path, row_group, _ = self._groups[group]
-        key = layout.IMAGE_PREFIX + camera
-        column = pq.ParquetFile(path).read_row_group(row_group, columns=[key]).column(key)
-        frames = np.empty((len(column), *self.cameras[camera], 3), np.uint8)
-        for i, stored in enumerate(column.to_pylist()):
-            picture = np.asarray(Image.open(io.BytesIO(stored["bytes"])).convert("RGB"))
-            if picture.shape != frames.shape[1:]:
-                raise DataFault(
-                    refusal(
-                        f"camera {camera} of dataset {self.root.name}",
-                        list(picture.shape),
-                        str(list(frames.shape[1:])),
-                        "its pictures must have the declared size",
-                    )
-                )
-            frames[i] = picture
-        with self._lock:
-            if (group, camera) not in self._pictures:
-                self._pictures[group, camera] = frames
-                self._cached += frames.nbytes
-            while self._cached > self._cache_bytes and len(self._pictures) > 1:
-                self._cached -= self._pictures.popitem(last=False)[1].nbytes
-        return frames
+        return self._pictures.read(self._cameras[camera], rows)
+
+    def close(self) -> None:
+        """Close video files that are open; they are opened anew where a frame is asked for."""
+        self._pictures.close()
+
+    def _refuse_unknown(self, camera: str) -> None:
+        if camera not in self.cameras:
+            possible = ", ".join(self.cameras)
+            raise UnknownObject(
+                refusal(f"camera of dataset {self.root.name}", camera, possible, "bind cameras by name")
+            )
+
+    def _checked_rows(self, indices: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        rows = np.asarray(indices, dtype=np.int64)
+        if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= len(self))):
+            raise SpecError(refusal("indices", rows.tolist()[:8], f"0 to {len(self) - 1}", "address existing frames"))
+        return rows
 
     def _refuse_another(self) -> None:
         """Pictures are read as they are wanted; states and actions were read when the dataset was opened."""
@@ -202,69 +224,95 @@ class LeRobotDataset:
                 "was opened; start the workload again"
             )
 
-    def _read_frames(self, total: int) -> None:
-        own = [key for key in (layout.STATE, layout.ACTION, layout.REWARD) if key in self.features]
-        parts: dict[str, list[NDArray[Any]]] = {k: [] for k in (*own, *layout.INDEX_FEATURES)}
+    def _checked_info(self) -> dict[str, Any]:
+        info = layout.json_of(self.root / layout.INFO, self.root)
+        version = info.get("codebase_version") if isinstance(info, dict) else None
+        if version not in LAYOUTS:
+            raise DataFault(
+                refusal(
+                    f"codebase_version of dataset {self.root.name}",
+                    version,
+                    ", ".join(LAYOUTS),
+                    "convert it with LeRobot's converter",
+                )
+            )
+        wanted = {"features", "fps", "total_frames", "total_episodes", "data_path"}
+        lacks = sorted(wanted - set(info))
+        features = info.get("features")
+        if lacks or not isinstance(features, dict) or not all({"dtype", "shape"} <= set(f) for f in features.values()):
+            raise layout.torn(self.root, f"{layout.INFO} lacks {lacks or 'dtype and shape of a feature'}")
+        return info
+
+    def _read_frames(
+        self, episodes: Sequence[layout.EpisodeRecord], total: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Sets the vectors and row groups; returns frame_index and timestamp, [frames] each."""
+        columns = self._columns
+        widths = {columns.state: columns.state_width, columns.action: columns.action_width}
+        widths |= dict.fromkeys((k for k in (layout.REWARD, *layout.INDEX_FEATURES) if k in self.features), 1)
+        parts: dict[str, list[NDArray[Any]]] = {key: [] for key in widths}
         start = 0
-        for path in sorted((self.root / "data").glob("chunk-*/file-*.parquet")):
+        for name in dict.fromkeys(episode.data for episode in episodes):
+            path = self.root / name
             try:
-                table = pq.read_table(path, columns=list(parts))
-                groups = pq.ParquetFile(path).metadata
-            except (pa.ArrowException, OSError, KeyError) as error:
-                raise self._torn(f"{path.parent.name}/{path.name} cannot be read ({error})") from error
-            if table.column_names and set(table.column_names) != set(parts):
-                raise self._torn(f"{path.name} lacks {sorted(set(parts) - set(table.column_names))}")
-            for key, column in parts.items():
-                column.append(_matrix(table.column(key), int(self.features[key]["shape"][0])))
+                file = pq.ParquetFile(path)
+                groups = file.metadata
+                lacks = sorted(set(widths) - set(file.schema_arrow.names))
+                if lacks:
+                    raise self._torn(f"{name} lacks {lacks}")
+                table = file.read(columns=list(widths))
+                for key, column in parts.items():
+                    column.append(_matrix(table.column(key), widths[key]))
+            except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+                raise self._torn(f"{name} cannot be read ({error})") from error
             for group in range(groups.num_row_groups):
-                self._groups.append((path, group, start))
+                self.row_groups.append((name, group, start))
                 start += groups.row_group(group).num_rows
-        if start != total:
+        if start != total or not total:
             raise self._torn(f"{start} frames where {layout.INFO} names {total}")
-        columns = {key: np.concatenate(values) for key, values in parts.items()}
-        if not np.array_equal(columns["index"][:, 0], np.arange(total)):
+        found = {key: np.concatenate(values) for key, values in parts.items()}
+        if not np.array_equal(found["index"][:, 0], np.arange(total)):
             raise self._torn("its frames are not in the order of their index")
-        self.state: NDArray[np.float32] = columns[layout.STATE].astype(np.float32, copy=False)  # [frames, S]
-        self.action: NDArray[np.float32] = columns[layout.ACTION].astype(np.float32, copy=False)  # [frames, A]
-        self.reward: NDArray[np.float32] | None = None  # [frames], of each frame's action; None: none was recorded
-        if layout.REWARD in columns:
-            self.reward = columns[layout.REWARD][:, 0].astype(np.float32, copy=False)
+        self.state: NDArray[np.float32] = found[columns.state].astype(np.float32, copy=False)
+        self.action: NDArray[np.float32] = found[columns.action].astype(np.float32, copy=False)
+        self.reward: NDArray[np.float32] | None = None
+        if layout.REWARD in found:
+            self.reward = found[layout.REWARD][:, 0].astype(np.float32, copy=False)
             if not np.isfinite(self.reward).all():
                 raise self._torn(f"{layout.REWARD} holds NaN or infinity")
-        self._episode_index = columns["episode_index"][:, 0]
-        self._task_index = columns["task_index"][:, 0]
+        self._episode_index = found["episode_index"][:, 0]
+        self._task_index = found["task_index"][:, 0]
         if self._task_index.min() < 0 or self._task_index.max() >= len(self.tasks):
-            raise self._torn(f"task_index {int(self._task_index.max())} is not in {layout.TASKS}")
+            raise self._torn(f"task_index {int(self._task_index.max())} has no task")
+        return found["frame_index"][:, 0], found["timestamp"][:, 0]
 
-    def _read_episodes(self, total: int) -> None:
-        names = ["episode_index", "dataset_from_index", "dataset_to_index"]
-        paths = sorted((self.root / "meta/episodes").glob("chunk-*/file-*.parquet"))
-        if not paths:
-            raise self._torn("meta/episodes has no file")
-        table = pa.concat_tables(pq.read_table(path, columns=names) for path in paths).sort_by("episode_index")
-        index, start, stop = (table.column(name).to_numpy() for name in names)
-        # [episodes, 2]: first frame, and the one after the last
-        self.episode_ranges: NDArray[np.int64] = np.stack([start, stop], axis=1)
-        edges = np.concatenate([start, stop[-1:]])
-        counts = np.bincount(self._episode_index, minlength=total)
+    def _checked_ranges(
+        self, episodes: Sequence[layout.EpisodeRecord], total: int, frame_index: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        ranges = np.array([(episode.start, episode.stop) for episode in episodes], np.int64).reshape(-1, 2)
+        edges = np.concatenate([[0], ranges[:, 1]])
+        lengths = ranges[:, 1] - ranges[:, 0]
         if (
-            not np.array_equal(index, np.arange(total))
-            or not np.array_equal(edges[1:], stop)
-            or not np.array_equal(stop - start, counts)
-            or edges[0] != 0
+            [episode.index for episode in episodes] != list(range(total))
+            or not np.array_equal(edges[:-1], ranges[:, 0])
+            or edges[-1] != len(self.state)
+            or not np.array_equal(self._episode_index, np.repeat(np.arange(total), lengths))
+            or not np.array_equal(frame_index, np.arange(len(self.state)) - np.repeat(ranges[:, 0], lengths))
         ):
             raise self._torn("its episodes do not cover its frames one after the other")
+        return ranges
 
-    def _read_stats(self) -> dict[str, dict[str, Any]]:
-        if not (self.root / layout.STATS).is_file():
+    def _checked_stats(self, stats: dict[str, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
+        if stats is None:
+            possible = "meta/stats.json (v3.0) or meta/episodes_stats.jsonl (v2.1)"
             raise DataFault(
-                refusal(f"statistics of dataset {self.root.name}", None, layout.STATS, "write them; none are made up")
+                refusal(f"statistics of dataset {self.root.name}", None, possible, "write them; none are made up")
             )
-        stats = self._json(layout.STATS)
-        for key, width in ((layout.STATE, self.state_width), (layout.ACTION, self.action_width)):
+        columns = self._columns
+        for key, width in ((columns.state, columns.state_width), (columns.action, columns.action_width)):
             for stat in ("mean", "std"):
                 values = stats.get(key, {}).get(stat)
-                if values is None or len(values) != width or not np.isfinite(values).all():
+                if values is None or np.shape(values) != (width,) or not np.isfinite(values).all():
                     raise DataFault(
                         refusal(
                             f"statistics {key}.{stat} of dataset {self.root.name}",
@@ -275,37 +323,8 @@ class LeRobotDataset:
                     )
         return stats
 
-    def _read_tasks(self) -> tuple[str, ...]:
-        frame = pd.read_parquet(self.root / layout.TASKS).sort_values("task_index")
-        texts = frame["task"] if "task" in frame.columns else frame.index
-        if frame["task_index"].tolist() != list(range(len(frame))):
-            raise self._torn(f"{layout.TASKS} does not number its tasks from 0")
-        return tuple(str(text) for text in texts)
-
-    def _refuse_what_is_not_read(self) -> None:
-        videos = [key for key, f in self.features.items() if f["dtype"] == "video"]
-        if videos or not self.cameras:
-            raise DataFault(
-                refusal(
-                    f"cameras of dataset {self.root.name}",
-                    videos,
-                    "features of dtype 'image'",
-                    "write its pictures into the parquet files",
-                )
-            )
-        for key in (layout.STATE, layout.ACTION):
-            if key not in self.features or len(self.features[key]["shape"]) != 1:
-                known = ", ".join(self.features)
-                raise DataFault(refusal(f"features of dataset {self.root.name}", known, f"a vector {key}", "add it"))
-
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            return json.loads((self.root / name).read_bytes())
-        except ValueError as error:
-            raise self._torn(f"{name} is not JSON ({error})") from error
-
     def _torn(self, what: str) -> DataFault:
-        return DataFault(f"dataset {self.root.name}: {what}; collect or copy it anew")
+        return layout.torn(self.root, what)
 
 
 def _matrix(column: pa.ChunkedArray, width: int) -> NDArray[Any]:

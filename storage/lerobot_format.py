@@ -1,40 +1,34 @@
-"""The LeRobot v3.0 layout: names of files and columns, their schemas, and statistics as that format keeps them.
+"""What all versions of the LeRobot format have in common: features, columns and their schemas, and what a version's
+own layout has to say (`Layout`). Each version has its file, `storage.lerobot_v21` and `storage.lerobot_v30`.
 
-Source: huggingface/lerobot, `CODEBASE_VERSION = "v3.0"` (datasets/utils.py, dataset_metadata.py, compute_stats.py).
+Source: huggingface/lerobot (lerobot/datasets/utils.py and lerobot_dataset.py of 0.3.2 for v2.1 and of 0.4.4 for v3.0).
 
-    meta/info.json                               shape, dtype and names of every feature, fps, path templates
-    meta/stats.json                              {feature: {min, max, mean, std, count}}
-    meta/tasks.parquet                           task text as index, column task_index
-    meta/episodes/chunk-000/file-000.parquet     a row an episode: where its frames lie, its own statistics
-    data/chunk-000/file-000.parquet              a row a frame, a row group an episode, many episodes a file
-    meta/joynexus.json                           ours, optional: where the demonstrations come from
+    meta/info.json         codebase_version; shape, dtype and names of every feature, fps, path templates
+    meta/joynexus.json     ours, optional: where the demonstrations come from
 
-Pictures are PNG inside the parquet file (`dtype` "image"). Videos (`dtype` "video") are not handled here.
+Pictures are PNG inside the data files (`dtype` "image") or frames of mp4 files (`dtype` "video").
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-CODEBASE_VERSION = "v3.0"
+from configs.errors import DataFault, refusal
+
 INFO = "meta/info.json"
-STATS = "meta/stats.json"
-TASKS = "meta/tasks.parquet"
-EPISODES = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 PROVENANCE = "meta/joynexus.json"
 
 IMAGE_PREFIX = "observation.images."
 STATE = "observation.state"
 ACTION = "action"
 REWARD = "next.reward"  # of the frame's action; LeRobot's name
-FILES_PER_CHUNK = 1000
+PER_CHUNK = 1000  # files (v3.0) or episodes (v2.1) a chunk folder
 
 # Columns every dataset has beside its own features.
 INDEX_FEATURES: dict[str, dict[str, Any]] = {
@@ -46,6 +40,84 @@ INDEX_FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class VideoPart:
+    """Where an episode's frames of one camera begin: in the file `path` (under the dataset), `from_timestamp` s in."""
+
+    path: str
+    from_timestamp: float
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """One episode as a dataset describes it: frames `start` to `stop` − 1 of all, in the file `data`."""
+
+    index: int
+    start: int
+    stop: int
+    data: str
+    videos: Mapping[str, VideoPart]  # {video key: where}
+
+
+@dataclass(frozen=True)
+class WrittenEpisode:
+    """One episode as a writer knows it. Files are numbered from 0, a number a camera of its own."""
+
+    index: int
+    start: int
+    length: int
+    task: str
+    data_file: int
+    videos: Mapping[str, tuple[int, int]]  # {video key: (file, frame of it that is the episode's first)}
+    stats: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A dataset as a writer knows it when its last frame is written."""
+
+    features: Mapping[str, dict[str, Any]]
+    fps: int
+    robot_type: str | None
+    tasks: Sequence[str]  # by task_index
+    episodes: Sequence[WrittenEpisode]
+    frames: int
+    stats: Mapping[str, Mapping[str, Any]]
+    data_file_mb: int
+    video_file_mb: int
+
+    @property
+    def video_keys(self) -> list[str]:
+        """Features whose pictures lie in mp4 files."""
+        return [key for key, feature in self.features.items() if feature["dtype"] == "video"]
+
+
+class Layout(Protocol):
+    """One version of the format: how it names its files and what it writes under `meta/`."""
+
+    version: str
+    file_an_episode: bool  # else files are followed by new ones by size
+    quantiles: bool  # whether statistics hold q01 to q99
+
+    def data_file(self, number: int) -> str:
+        """Path of data file `number` (the episode's index with a file an episode)."""
+
+    def video_file(self, key: str, number: int) -> str:
+        """Path of video file `number` of a camera (the episode's index with a file an episode)."""
+
+    def metadata(self, written: Written) -> dict[str, bytes]:
+        """Contents of all files under `meta/` that the format asks for, by path."""
+
+    def tasks(self, root: Path) -> tuple[str, ...]:
+        """Instructions by task_index. Raises DataFault."""
+
+    def episodes(self, root: Path, info: Mapping[str, Any]) -> list[EpisodeRecord]:
+        """Episodes by index, one after the other without a gap. Raises DataFault."""
+
+    def statistics(self, root: Path, features: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+        """{feature: {min, max, mean, std, count, …}}; None where the dataset has none. Raises DataFault."""
+
+
 def features(
     cameras: Mapping[str, tuple[int, int]],
     state_width: int,
@@ -53,13 +125,18 @@ def features(
     state_names: Sequence[str] | None = None,
     action_names: Sequence[str] | None = None,
     rewards: bool = False,
+    video: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """`info.json`'s features: cameras {name: (height, width)}, one state and one action vector, with `rewards` one
-    number a frame, the index columns."""
-    found: dict[str, dict[str, Any]] = {
-        IMAGE_PREFIX + name: {"dtype": "image", "shape": [h, w, 3], "names": ["height", "width", "channels"]}
-        for name, (h, w) in cameras.items()
-    }
+    number a frame, the index columns. With `video` pictures are videos, which it describes beside their size."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, (h, w) in cameras.items():
+        shape = {"shape": [h, w, 3], "names": ["height", "width", "channels"]}
+        if video is None:
+            found[IMAGE_PREFIX + name] = {"dtype": "image", **shape}
+        else:
+            described = {"video.height": h, "video.width": w, **video}
+            found[IMAGE_PREFIX + name] = {"dtype": "video", **shape, "info": described}
     for key, width, names in ((STATE, state_width, state_names), (ACTION, action_width, action_names)):
         stem = key.rsplit(".", 1)[-1]
         shown = list(names) if names is not None else [f"{stem}_{i}" for i in range(width)]
@@ -69,39 +146,13 @@ def features(
     return {**found, **INDEX_FEATURES}
 
 
-def info(
-    declared: Mapping[str, dict[str, Any]],
-    *,
-    fps: int,
-    robot_type: str | None,
-    episodes: int,
-    frames: int,
-    tasks: int,
-    file_size_mb: int,
-) -> dict[str, Any]:
-    """Contents of `meta/info.json`."""
-    return {
-        "codebase_version": CODEBASE_VERSION,
-        "robot_type": robot_type,
-        "total_episodes": episodes,
-        "total_frames": frames,
-        "total_tasks": tasks,
-        "chunks_size": FILES_PER_CHUNK,
-        "data_files_size_in_mb": file_size_mb,
-        "video_files_size_in_mb": 200,
-        "fps": fps,
-        "splits": {"train": f"0:{episodes}"},
-        "data_path": DATA,
-        "video_path": None,
-        "features": dict(declared),
-    }
-
-
 def data_schema(declared: Mapping[str, dict[str, Any]]) -> pa.Schema:
     """Arrow schema of a data file, with the metadata by which Hugging Face `datasets` decodes the pictures."""
     arrow: list[tuple[str, pa.DataType]] = []
     hugging: dict[str, Any] = {}
     for key, feature in declared.items():
+        if feature["dtype"] == "video":
+            continue
         if feature["dtype"] == "image":
             arrow.append((key, pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
             hugging[key] = {"_type": "Image"}
@@ -119,54 +170,74 @@ def data_schema(declared: Mapping[str, dict[str, Any]]) -> pa.Schema:
     return pa.schema(arrow, metadata={"huggingface": json.dumps({"info": {"features": hugging}})})
 
 
-def vector_stats(values: NDArray[Any]) -> dict[str, Any]:
-    """Statistics over the rows of `values` [T, W] or [T]; a constant dimension has its value as mean and deviation 0.
+def picture_size(feature: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(height, width) of an image or video feature, channels last or first; None where it does not say so.
 
-    Sums are float64. Rounding would leave a constant dimension a deviation of about 1e-17, by which nobody must divide.
+    Where the three stands decides, since published datasets have channels-first shapes with channels-last names; names
+    decide only where both ends are three.
     """
-    rows = values.reshape(len(values), -1)
-    low, high = rows.min(axis=0), rows.max(axis=0)
-    constant = low == high
-    return {
-        "min": low.tolist(),
-        "max": high.tolist(),
-        "mean": np.where(constant, low, rows.mean(axis=0, dtype=np.float64)).tolist(),
-        "std": np.where(constant, 0.0, rows.std(axis=0, dtype=np.float64)).tolist(),
-        "count": [len(rows)],
-    }
+    shape = list(feature["shape"])
+    if len(shape) != 3 or not all(isinstance(side, int) and side > 0 for side in shape):
+        return None
+    names = feature.get("names")
+    first = shape[0] == 3 and (shape[2] != 3 or (isinstance(names, list) and str(names[0]).startswith("channel")))
+    if not first and shape[2] != 3:
+        return None
+    return (shape[1], shape[2]) if first else (shape[0], shape[1])
 
 
-class ImageStats:
-    """Statistics of one camera in [0, 1] by channel, from exact integer sums, so that their order does not matter."""
+def json_of(path: Path, root: Path) -> Any:
+    """The parsed file of a dataset.
 
-    def __init__(self) -> None:
-        self._frames = 0
-        self._pixels = 0
-        self._sum = np.zeros(3, np.uint64)
-        self._squares = np.zeros(3, np.uint64)
-        self._low = np.full(3, 255, np.uint8)
-        self._high = np.zeros(3, np.uint8)
+    Raises:
+        DataFault: it is not there or not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise torn(root, f"{path.relative_to(root)} is missing") from None
+    except ValueError as error:
+        raise torn(root, f"{path.relative_to(root)} is not JSON ({error})") from error
 
-    def add(self, frames: NDArray[np.uint8]) -> None:
-        """Take in frames uint8 [T, h, w, 3]."""
-        flat = frames.reshape(-1, 3)
-        self._frames += len(frames)
-        self._pixels += len(flat)
-        self._sum += flat.sum(axis=0, dtype=np.uint64)
-        self._squares += (flat.astype(np.uint16) ** 2).sum(axis=0, dtype=np.uint64)
-        self._low = np.minimum(self._low, flat.min(axis=0))
-        self._high = np.maximum(self._high, flat.max(axis=0))
 
-    def result(self) -> dict[str, Any]:
-        """The statistics, each [3, 1, 1] as the format wants them."""
-        mean = self._sum.astype(np.float64) / self._pixels
-        # E[x²] − E[x]² in integers first: n·Σx² − (Σx)² is exact, so equal pixels give exactly 0
-        spread = [
-            self._pixels * int(q) - int(s) * int(s)
-            for q, s in zip(self._squares.tolist(), self._sum.tolist(), strict=True)
-        ]
-        std = np.sqrt(np.array([float(v) for v in spread])) / self._pixels
-        values = {"min": self._low / 255, "max": self._high / 255, "mean": mean / 255, "std": std / 255}
-        return {k: np.asarray(v, np.float64).reshape(3, 1, 1).tolist() for k, v in values.items()} | {
-            "count": [self._frames]
-        }
+def json_lines_of(path: Path, root: Path) -> list[dict[str, Any]]:
+    """The parsed lines of a dataset's file.
+
+    Raises:
+        DataFault: it is not there or not a JSON object a line.
+    """
+    try:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except FileNotFoundError:
+        raise torn(root, f"{path.relative_to(root)} is missing") from None
+    except ValueError as error:
+        raise torn(root, f"{path.relative_to(root)} is not JSON lines ({error})") from error
+    if not all(isinstance(line, dict) for line in found):
+        raise torn(root, f"{path.relative_to(root)} holds a line that is no object")
+    return found
+
+
+def json_bytes(content: Any) -> bytes:
+    """A metadata file; numbers that JSON has not are an error."""
+    return json.dumps(content, indent=4, allow_nan=False, ensure_ascii=False).encode()
+
+
+def path_from(template: object, root: Path, **numbers: Any) -> str:
+    """A file's path under the dataset, by a template of its info.json.
+
+    Raises:
+        DataFault: the template is of another form, or leads out of the dataset.
+    """
+    try:
+        path = PurePosixPath(str(template).format(**numbers))
+    except (KeyError, IndexError, ValueError, AttributeError):
+        path = PurePosixPath("..")
+    if path.is_absolute() or ".." in path.parts:
+        possible = f"a path under the dataset with {', '.join(numbers)}"
+        raise DataFault(refusal(f"path template of dataset {root.name}", template, possible, "correct info.json"))
+    return str(path)
+
+
+def torn(root: Path, what: str) -> DataFault:
+    """The error of a dataset that cannot be read as it is."""
+    return DataFault(f"dataset {root.name}: {what}; collect or copy it anew")

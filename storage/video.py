@@ -6,6 +6,9 @@ than a frame's tolerance in a long file.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +27,31 @@ CODECS = {
     "libx264": {"crf": "20", "preset": "veryfast"},
 }
 """{encoder: its options}. AV1 is what LeRobot's own writer makes; H.264 is what every browser and player opens."""
+
+
+_STREAMS = {"libsvtav1": "av1", "libx264": "h264"}  # what each encoder makes
+
+
+def described(codec: str, fps: int) -> dict[str, Any]:
+    """What LeRobot's info.json says of such a video beside its size (0.4.4, `get_video_info`).
+
+    Raises:
+        SpecError: an encoder that is not one of `CODECS`.
+    """
+    _refuse_codec(codec)
+    return {
+        "video.codec": _STREAMS[codec],
+        "video.pix_fmt": "yuv420p",
+        "video.is_depth_map": False,
+        "video.fps": fps,
+        "video.channels": 3,
+        "has_audio": False,
+    }
+
+
+def _refuse_codec(codec: str) -> None:
+    if codec not in CODECS:
+        raise SpecError(refusal("video codec", codec, ", ".join(CODECS), "name one of them"))
 
 
 class VideoWriter:
@@ -48,8 +76,7 @@ class VideoWriter:
         Raises:
             SpecError: a size, rate or codec that cannot be written.
         """
-        if codec not in CODECS:
-            raise SpecError(refusal("video codec", codec, ", ".join(CODECS), "name one of them"))
+        _refuse_codec(codec)
         if height < 2 or width < 2 or height % 2 or width % 2:
             raise SpecError(
                 refusal("video size", f"{height} × {width}", "even numbers of pixels", "resize, or write images")
@@ -103,6 +130,72 @@ class VideoWriter:
                 container.mux(packet)
         finally:
             container.close()
+
+
+class DecoderPool:
+    """Open readers of any number of files, bounded in all. Thread-safe: a reader is one thread's while it is lent.
+
+    Who asks while all are lent waits; who holds one must not ask for another.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """At most `limit` files are open at one time."""
+        if limit < 1:
+            raise SpecError(refusal("decoders", limit, "1 or more", "allow one at least"))
+        self._limit = limit
+        self._open = 0  # idle and lent
+        self._idle: list[VideoReader] = []  # least recently used first
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reader(self, path: Path) -> Iterator[VideoReader]:
+        """A reader of `path` for the block's time.
+
+        Raises:
+            DataFault: the file cannot be read.
+        """
+        found, closing = None, None
+        with self._changed:
+            while found is None:
+                if (i := next((i for i, r in enumerate(self._idle) if r.path == path), None)) is not None:
+                    found = self._idle.pop(i)
+                elif self._open < self._limit or self._idle:
+                    closing = self._idle.pop(0) if self._open >= self._limit else None
+                    self._open += closing is None
+                    break
+                else:
+                    self._changed.wait()
+        try:
+            if closing is not None:
+                closing.close()
+            lent = VideoReader(path) if found is None else found
+        except BaseException:
+            self._give_back(None)
+            raise
+        try:
+            yield lent
+        except BaseException:
+            lent.close()
+            self._give_back(None)
+            raise
+        self._give_back(lent)
+
+    def close(self) -> None:
+        """Close what is not lent."""
+        with self._changed:
+            for reader in self._idle:
+                reader.close()
+            self._open -= len(self._idle)
+            self._idle.clear()
+            self._changed.notify_all()
+
+    def _give_back(self, reader: VideoReader | None) -> None:
+        with self._changed:
+            if reader is None:
+                self._open -= 1
+            else:
+                self._idle.append(reader)
+            self._changed.notify()
 
 
 class VideoReader:

@@ -2,6 +2,10 @@
 #   make demo WITHOUT_RENDERER=1   without a Vulkan device
 #   make demo KEEP=1               leaves the pages up afterwards
 #   make test ARGS='tests/storage -x'
+#   make test TOGETHER=           one process instead of two
+
+# Tests on the platform wait much: the others run beside them in a second process.
+TOGETHER = -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo test lint format install renderer browser
 
@@ -12,7 +16,7 @@ demo: install $(if $(WITHOUT_RENDERER),,renderer)
 test: install
 	@scripts/renderer.sh || true
 	@scripts/browser.sh || true
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest $(TOGETHER) $(ARGS)
 
 lint: install
 	@.venv/bin/ruff check .

@@ -69,6 +69,11 @@ class EnvironmentSpec(Spec):
         description="Cameras whose pictures are turned by 180 degrees where they leave the simulator, so once for "
         "demonstrations, training and serving alike (LIBERO's stand on their heads).",
     )
+    fresh_scenes: bool = Field(
+        default=False,
+        description="ManiSkill builds a new scene for every episode. Else what a contact does depends, by rounding, on "
+        "the scene's episodes before, so that only initial states are functions of the seed.",
+    )
     backend: Literal["cpu", "gpu"] = Field(default="cpu", description="Physics and rendering device.")
     step_timeout_s: float = Field(default=60.0, gt=0, description="A call that takes longer fails its session.")
 
@@ -82,6 +87,11 @@ class EnvironmentSpec(Spec):
                 raise ValueError(
                     f"{field}.mean has {len(stats.mean)} values but {field}_width is {width}; make them equal"
                 )
+        if self.fresh_scenes and (self.kind, self.backend) != ("maniskill", "cpu"):
+            possible = "true for kind maniskill on backend cpu"
+            raise ValueError(
+                f"fresh_scenes: got true for {self.kind} on {self.backend}; possible: {possible}; leave it"
+            )
         names = [camera.name for camera in self.cameras]
         if len(set(names)) != len(names):
             raise ValueError(f"cameras: got {names}; possible: each name once; rename one")

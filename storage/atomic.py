@@ -13,6 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,12 +66,19 @@ def new_folder(final: Path, what: str, *, synced: bool = True) -> Iterator[Path]
         raise
 
 
-def remove_folder(folder: Path) -> bool:
-    """Remove `folder` so that no reader sees half of it; False if it was not there."""
+def remove_folder(folder: Path, executor: Executor | None = None) -> bool:
+    """Remove `folder` so that no reader sees half of it; False if it was not there.
+
+    With an executor its name is free on return, and the executor deletes the files; what a kill leaves of them lies
+    under `.writing` (`sweep`).
+    """
     leaving = _set_aside(folder)
     if leaving is None:
         return False
-    shutil.rmtree(leaving, ignore_errors=True)
+    if executor is None:
+        shutil.rmtree(leaving, ignore_errors=True)
+    else:
+        executor.submit(shutil.rmtree, leaving, ignore_errors=True)
     return True
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -285,11 +286,14 @@ class PartitionStore:
         """Start the stage at row 0 again and forget what it had read or buffered."""
         self._forget(partition_id, task_name)
 
-    def clear(self, partition_id: str) -> bool:
-        """Remove the partition; False if there was none (clearing twice is no error)."""
+    def clear(self, partition_id: str, executor: Executor | None = None) -> bool:
+        """Remove the partition; False if there was none (clearing twice is no error).
+
+        With an executor it is gone on return, and the executor deletes its files.
+        """
         checked_id(partition_id, "partition_id")
         self._forget(partition_id)
-        return remove_folder(self._root / partition_id)
+        return remove_folder(self._root / partition_id, executor)
 
     def list(self) -> list[str]:
         """Ids of all partitions, sorted."""

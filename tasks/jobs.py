@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 DOMAIN = "vla"
 _WAIT_S = 30.0
 _REASON = 2000  # characters of a reason that a descriptor keeps
+_DELETING = ThreadPoolExecutor(1, thread_name_prefix="deleting")
 
 
 def renewed_lease(platform: Platform, job: dict[str, Any]) -> AbstractAsyncContextManager[None]:
@@ -38,8 +40,12 @@ def renewed_lease(platform: Platform, job: dict[str, Any]) -> AbstractAsyncConte
 
 
 async def clear_partition(platform: Platform, partition_id: str) -> bool:
-    """Remove a partition; False if it was gone, which is harmless."""
-    return await asyncio.to_thread(PartitionStore(platform.home.partitions).clear, partition_id)
+    """Remove a partition; False if it was gone, which is harmless.
+
+    Nobody waits for its many files to be deleted.
+    """
+    store = PartitionStore(platform.home.partitions)
+    return await asyncio.to_thread(store.clear, partition_id, _DELETING)
 
 
 async def clear_leftovers(platform: Platform) -> list[str]:
@@ -281,8 +287,10 @@ async def train_job(platform: Platform, job: dict[str, Any], group: Sequence[str
     # Before the job completes: with the last one the workload ends, and its run takes no more points.
     curves = {f"train/{k}": float(v) for k, v in result["metrics"].items()}
     curves["train/policy_version"] = float(result["version"])
-    await _log_curves(platform, job["metadata"]["mlflow_run"], curves, int(result["version"]))
-    await clear_partition(platform, job["partition_id"])
+    await asyncio.gather(
+        _log_curves(platform, job["metadata"]["mlflow_run"], curves, int(result["version"])),
+        clear_partition(platform, job["partition_id"]),
+    )
     metadata = {k: result[k] for k in ("version", "optimizer_steps", "metrics", "seconds", "nothing_to_learn")}
     if len(group) > 1:
         metadata["trained_with"] = [job_id for job_id in group if job_id != job["job_id"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,20 @@ settings.register_profile("joynexus", deadline=None)
 settings.load_profile("joynexus")
 
 
+_ON_A_PLATFORM = ("flows", "joynexus", "tasks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in two processes, those on a platform share one process, for they share the platform; it waits
+    much, so the others run beside it, a file at a time. It comes first, because it takes longest."""
+    here = Path(__file__).parent
+    shared = {item: item.path.relative_to(here).parts[0] in _ON_A_PLATFORM for item in items}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("platform" if shared[item] else item.path.name))
+    items.sort(key=lambda item: not shared[item])
+
+
 @pytest.fixture(scope="session")
 def home() -> Home:
     """The session's installation."""
@@ -64,11 +78,16 @@ def platform(home: Home) -> Iterator[PlatformAddresses]:
             os.environ.pop(name, None)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure on the platform says where its logs lie."""
+    report = yield
+    if report.failed and "platform" in getattr(item, "fixturenames", ()):
+        report.sections.append(("the platform's logs", str(_HOME / "logs")))
+    return report
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Remove the home unless something failed; then its logs tell why."""
-    if _KEPT:
-        return
-    if session.testsfailed == 0:
+    if not _KEPT and session.testsfailed == 0:
         shutil.rmtree(_HOME, ignore_errors=True)
-    else:
-        print(f"\nlogs of the session's platform: {_HOME / 'logs'}")

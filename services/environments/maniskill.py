@@ -62,13 +62,7 @@ class ManiSkillTask:
             # Sizes of their own are given by sensor name, and those are known only once it was built.
             self.env.close()
             self.env = self._make(num_envs, {self._sensors[name]: size for name, size in sizes.items()})
-        for uid in set(self.env._sensors) - set(self._sensors.values()):
-            del self.env._sensors[uid]  # not declared, so not rendered either
-        if not spec["show_goal"]:
-            for hidden in self.env._hidden_objects:
-                hidden.hide_visual()
-        if spec["light_visuals"]:
-            light_visuals.apply(self.env)
+        self._dress()
         space = self.env.single_action_space
         if not isinstance(space, gymnasium.spaces.Box) or space.shape != (spec["action_width"],):
             self.env.close()
@@ -85,6 +79,25 @@ class ManiSkillTask:
         if width != spec["state_width"]:
             self.env.close()
             raise SpecError(refusal("state_width", spec["state_width"], f"{width} for {spec['id']}", "correct it"))
+
+    def _dress(self) -> None:
+        """What is seen of a scene that was just built."""
+        for uid in set(self.env._sensors) - set(self._sensors.values()):
+            del self.env._sensors[uid]  # not declared, so not rendered either
+        if not self._spec["show_goal"]:
+            for hidden in self.env._hidden_objects:
+                hidden.hide_visual()
+        if self._spec["light_visuals"]:
+            light_visuals.apply(self.env)
+
+    def reset(self, seed: int) -> None:
+        """Begin an episode; in a scene of its own where that is declared."""
+        if not self._spec["fresh_scenes"]:
+            self.env.reset(seed=seed)
+            return
+        with _render_device():
+            self.env.reset(seed=seed, options={"reconfigure": True})
+        self._dress()
 
     def _make(self, num_envs: int, sizes: Mapping[str, Any]) -> Any:
         with _render_device():
@@ -179,7 +192,7 @@ class ManiSkillCpuAdapter:
     def reset(self, indices: Sequence[int], seeds: Sequence[int]) -> None:
         """Start an episode in each, by its seed."""
         for index, seed in zip(indices, seeds, strict=True):
-            self._tasks[index].env.reset(seed=int(seed))
+            self._tasks[index].reset(int(seed))
 
     def step(self, indices: Sequence[int], actions: np.ndarray) -> StepResult:
         """Apply actions float32 [n, A]."""

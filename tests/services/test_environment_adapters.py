@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from configs.environment import EnvironmentSpec
 from configs.errors import EnvironmentFault, SpecError, TenantFault
 from services.environments import renderer
 from services.environments.adapter import make_adapter
@@ -352,3 +353,31 @@ def test_positions_that_an_environment_does_not_offer_are_a_fault():
     adapter = make_adapter(SPECS["toy"], 1)
     with pytest.raises(EnvironmentFault, match=r"scene_positions: .* offers none"):
         adapter.scene_positions([0])
+
+
+@needs_renderer
+def test_an_episode_in_a_fresh_scene_is_a_function_of_its_seed_alone():
+    """Contacts included: the expert pushes the cube. In a scene that is kept the same episode was seen to end 1e-2 off,
+    depending on the ones before."""
+    spec = preset("pushcube", fresh_scenes=True)
+    adapter = make_adapter(spec, 1)
+    plain = make_adapter({**spec, "fresh_scenes": False}, 1)
+    try:
+        batch = EnvironmentBatch(spec, adapter, 1, images=True)
+        first = batch.expert_episode(5, 0.3)
+        for seed in (5, 6, 5):
+            episode = batch.expert_episode(seed, 0.3)
+            if seed == 5:
+                np.testing.assert_array_equal(episode["proprioception"], first["proprioception"])
+                np.testing.assert_array_equal(episode["images"]["base"], first["images"]["base"])
+        # It looks as a scene that was kept: light visuals, no goal markers.
+        kept = EnvironmentBatch(spec, plain, 1, images=True).reset([5])
+        np.testing.assert_array_equal(first["images"]["base"][0], kept["images"]["base"][0])
+    finally:
+        adapter.close()
+        plain.close()
+
+
+def test_fresh_scenes_are_maniskills_on_the_cpu():
+    with pytest.raises(ValueError, match=r"fresh_scenes: got true for gymnasium.*kind maniskill"):
+        EnvironmentSpec.model_validate(preset("reach", fresh_scenes=True))

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -366,6 +368,22 @@ def test_clear_is_idempotent(store: PartitionStore) -> None:
     assert store.clear("never.was") is False
     with pytest.raises(UnknownObject, match="cleared"):
         store.get_data(meta)
+
+
+def test_what_is_cleared_by_an_executor_is_gone_before_its_files_are(store: PartitionStore, tmp_path: Path) -> None:
+    """The name is free at once; a kill before the executor gets there leaves what `sweep` removes."""
+    let_go = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(let_go.wait)
+        put(store)
+        assert store.clear(ID, executor) is True
+        assert store.list() == []
+        assert store.clear(ID, executor) is False
+        put(store)  # of the same name
+        assert len(list((tmp_path / "partitions" / ".writing").iterdir())) == 1
+        let_go.set()
+    assert list((tmp_path / "partitions" / ".writing").iterdir()) == []
+    assert store.list() == [ID]
 
 
 @pytest.mark.parametrize("partition_id", ["", "..", "../x", "a/b", "/etc", ".hidden", "a..b", "a b", "x" * 201])

@@ -138,7 +138,7 @@ class Pictures:
             raise torn(self._root, f"frame {row} of {camera.key} is not inside the data file")
         try:
             # Other than Pillow's, this decoder lets go of Python's lock, so that threads decode side by side.
-            picture = cv2.imdecode(np.frombuffer(stored, np.uint8), cv2.IMREAD_COLOR_RGB)
+            picture: Any = cv2.imdecode(np.frombuffer(stored, np.uint8), cv2.IMREAD_COLOR_RGB)
         except cv2.error as error:
             raise torn(self._root, f"frame {row} of {camera.key} is no picture ({error.err})") from error
         if picture is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -34,6 +35,8 @@ from storage.demonstrations import LeRobotDataset, LeRobotWriter
 AIMS = {"parquet_ratio": (">=", 2.0), "video_ratio": (">=", 1.5)}
 CAMERAS = ("front", "wrist")
 FPS, HORIZON = 20, 8
+LEROBOT = "lerobot==0.4.4"
+"""Folder within the virtual environment, as `scripts/interop.sh` makes it: its versions lie side by side."""
 
 
 def write(root: Path, kind: str, episodes: int, frames: int, size: int) -> Path:
@@ -44,7 +47,7 @@ def write(root: Path, kind: str, episodes: int, frames: int, size: int) -> Path:
         cameras=dict.fromkeys(CAMERAS, (size, size)),
         state_width=partitions.STATE_WIDTH,
         action_width=partitions.ACTION_WIDTH,
-        pictures=kind,
+        video_codec="libsvtav1" if kind == "video" else None,
     ) as writer:
         fields = partitions.rollout(frames, size, noisy=False)
         for episode in range(episodes):
@@ -62,13 +65,14 @@ def write(root: Path, kind: str, episodes: int, frames: int, size: int) -> Path:
 class Peer:
     """LeRobot's loader in its own process."""
 
-    def __init__(self, python: Path, root: Path, batch: int, workers: int) -> None:
+    def __init__(self, installed: Path, root: Path, batch: int, workers: int) -> None:
         script = PROJECT_ROOT / "benchmarks" / "lerobot_loader.py"
         self._process = subprocess.Popen(
-            [str(python), str(script), str(root), str(HORIZON), str(batch), str(workers)],
+            [str(installed / "bin" / "python"), str(script), str(root), str(HORIZON), str(batch), str(workers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONPATH": str(installed / LEROBOT)},
         )
         self.versions: dict[str, str] = self._answer()["ready"]
 
@@ -140,7 +144,7 @@ def measure(options: argparse.Namespace) -> Report:
             ours = Ours(root, options.batch, options.workers, options.cache_mb)
             rates: dict[str, list[float]] = {"ours": [], "lerobot": []}
             try:
-                with Peer(Path(options.lerobot_python), root, options.batch, options.workers) as peer:
+                with Peer(Path(options.installed), root, options.batch, options.workers) as peer:
                     ours.rate(epoch)
                     peer.rate(epoch)
                     for _ in range(options.rounds):
@@ -169,7 +173,7 @@ if __name__ == "__main__":
         "Shuffled samples per second out of a LeRobot dataset: our stream against LeRobot's own loader",
         measure,
         options=[
-            ("lerobot-python", ".venv-interop/bin/python", "interpreter that has lerobot"),
+            ("installed", ".venv-interop", "virtual environment that has lerobot"),
             ("episodes", 40, "of the dataset"),
             ("frames", 100, "an episode"),
             ("size", 128, "pixels of the pictures' height and width"),

@@ -41,6 +41,8 @@ class LeRobotDataset:
         reward: [frames] float32, of each frame's action; None: none was recorded.
         episode_ranges: [episodes, 2], first frame of each, and the one after its last.
         row_groups: (data file, row group, its first frame), ascending.
+        cache_bytes: bound on pictures that are kept.
+        encoded_bytes: of all pictures in parquet files, as they are kept; 0 with videos.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class LeRobotDataset:
             root: the dataset's folder.
             columns: which columns are cameras, state and action, and the sizes that pictures are given; None:
                 LeRobot's own names, sizes as recorded.
-            cache_bytes: bound on pictures that are kept, encoded and decoded.
+            cache_bytes: bound on pictures that are kept: decoded where all of them fit, else encoded row groups.
             decoders: video files open at one time, at most; more threads than that wait for one another.
 
         Raises:
@@ -82,6 +84,8 @@ class LeRobotDataset:
         self.provenance: dict[str, Any] = layout.json_of(path, self.root) if path.is_file() else {}
         episodes = of_version.episodes(self.root, info)
         self.row_groups: list[tuple[str, int, int]] = []
+        self.cache_bytes = cache_bytes
+        self.encoded_bytes = 0
         frame_index, timestamp = self._read_frames(episodes, int(info["total_frames"]))
         self.episode_ranges = self._checked_ranges(episodes, int(info["total_episodes"]), frame_index)
         if any(camera.video for camera in self._columns.cameras) and not np.array_equal(
@@ -90,8 +94,15 @@ class LeRobotDataset:
             raise self._torn(
                 f"its timestamps are not frame_index / fps ({self.fps:g}), so frames of videos are unknown"
             )
+        decoded = len(self) * sum(3 * height * width for height, width in self.cameras.values())
         self._pictures = Pictures(
-            self.root, episodes, self.row_groups, self.fps, cache_bytes=cache_bytes, decoders=decoders
+            self.root,
+            episodes,
+            self.row_groups,
+            self.fps,
+            cache_bytes=cache_bytes,
+            keeps_frames=decoded <= cache_bytes,
+            decoders=decoders,
         )
 
     def __len__(self) -> int:
@@ -251,6 +262,7 @@ class LeRobotDataset:
         widths = {columns.state: columns.state_width, columns.action: columns.action_width}
         widths |= dict.fromkeys((k for k in (layout.REWARD, *layout.INDEX_FEATURES) if k in self.features), 1)
         parts: dict[str, list[NDArray[Any]]] = {key: [] for key in widths}
+        pictures = tuple(f"{camera.key}." for camera in columns.cameras)
         start = 0
         for name in dict.fromkeys(episode.data for episode in episodes):
             path = self.root / name
@@ -268,6 +280,7 @@ class LeRobotDataset:
             for group in range(groups.num_row_groups):
                 self.row_groups.append((name, group, start))
                 start += groups.row_group(group).num_rows
+                self.encoded_bytes += _picture_bytes(groups.row_group(group), pictures)
         if start != total or not total:
             raise self._torn(f"{start} frames where {layout.INFO} names {total}")
         found = {key: np.concatenate(values) for key, values in parts.items()}
@@ -325,6 +338,12 @@ class LeRobotDataset:
 
     def _torn(self, what: str) -> DataFault:
         return layout.torn(self.root, what)
+
+
+def _picture_bytes(group: pq.RowGroupMetaData, prefixes: tuple[str, ...]) -> int:
+    """Of the columns whose path begins so, not compressed."""
+    columns = (group.column(i) for i in range(group.num_columns))
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema.startswith(prefixes))
 
 
 def _matrix(column: pa.ChunkedArray, width: int) -> NDArray[Any]:

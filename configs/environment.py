@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from configs.environment_hosting import ENTRY_POINT, OwnSpec, RemoteSpec
 from configs.spec import Name, Spec
 
 LARGEST_CAMERA = 1024  # pixels a side
@@ -38,11 +40,11 @@ class EnvironmentSpec(Spec):
     """An environment preset: what a tenant's policy sees and does there."""
 
     name: Name = Field(description="Name under which workloads ask for this environment.")
-    kind: Literal["gymnasium", "gymnasium_vector", "maniskill"] = Field(
+    kind: Literal["gymnasium", "gymnasium_vector", "maniskill", "python"] = Field(
         description="Which adapter hosts it; gymnasium_vector makes one vector environment a host, of that host's part "
-        "of the session's environments, and takes every auto-reset style."
+        "of the session's environments, and takes every auto-reset style; python is a tenant's own (`own`)."
     )
-    id: str = Field(description="Registered id, for instance PushCube-v1.")
+    id: str = Field(description="Registered id, for instance PushCube-v1; of kind python package.module:factory.")
     instruction: str = Field(min_length=1, description="What the robot is told to do.")
     cameras: tuple[CameraSpec, ...] = Field(min_length=1, description="RGB cameras by name.")
     state_width: int = Field(gt=0, description="S, width of proprioception (no object poses).")
@@ -77,6 +79,19 @@ class EnvironmentSpec(Spec):
     backend: Literal["cpu", "gpu"] = Field(default="cpu", description="Physics and rendering device.")
     step_timeout_s: float = Field(default=60.0, gt=0, description="A call that takes longer fails its session.")
 
+    own: OwnSpec | None = Field(default=None, description="Where the code of kind python lies and what it may use.")
+    remote: RemoteSpec | None = Field(default=None, description="Server that runs it; None: this installation does.")
+
+    @model_validator(mode="after")
+    def _own_code(self) -> Self:
+        if (self.kind == "python") != (self.own is not None):
+            raise ValueError(
+                f"own: got {self.own!r} with kind {self.kind!r}; possible: given with python alone; mend one"
+            )
+        if self.kind == "python" and not re.fullmatch(ENTRY_POINT, self.id, re.ASCII):
+            raise ValueError(f"id: got {self.id!r}; possible: package.module:factory; name the function to call")
+        return self
+
     @model_validator(mode="after")
     def _widths(self) -> Self:
         for field, stats, width in (
@@ -109,6 +124,7 @@ class SessionRequest(Spec):
     hosts: int = Field(default=1, gt=0, description="Simulator processes side by side that share the environments.")
     tenant_id: Name = Field(description="Whose session it is.")
     images: bool = Field(default=True, description="False: nothing is rendered and observations have no pictures.")
+    owner: str | None = Field(default=None, max_length=200, description="Job or run whose end closes the session.")
     request_id: str = Field(min_length=1, max_length=200, description="A repeated id opens nothing new.")
     wait_s: float = Field(default=300.0, ge=0, description="Longest wait for hosts that others use.")
 

@@ -68,6 +68,11 @@ class Home:
         return f"sqlite:///{self.mlflow / 'mlflow.sqlite'}"
 
     @property
+    def environment_folders(self) -> Path:
+        """JSON of the folders with tenants' own environments, by name."""
+        return self.root / "environment-folders.json"
+
+    @property
     def logs(self) -> Path:
         """One log a process that `joynexus up` started."""
         return self.root / "logs"

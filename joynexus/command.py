@@ -14,6 +14,7 @@ from pathlib import Path
 
 from configs.errors import JoyNexusError
 from configs.home import Home
+from joynexus import environment_server
 
 
 def _up(arguments: argparse.Namespace, home: Home) -> int:
@@ -133,6 +134,8 @@ def parser() -> argparse.ArgumentParser:
     compile_ = verb("compile", _compile, "Show the backend configuration that a workload becomes; start nothing.")
     compile_.add_argument("spec", type=Path, metavar="SPEC.yaml")
     cluster(compile_)
+    env = verbs.add_parser("env", help="Environments of one's own and elsewhere.")
+    environment_server.add_verbs(env.add_subparsers(dest="env_verb", required=True, metavar="VERB"))
     demo = verb(
         "demo",
         _demo,

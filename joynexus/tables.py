@@ -87,6 +87,7 @@ def print_status(home: Home) -> int:
         training = ask(home, lambda client: _call(client, lookup.TRAINING, "status"))
         inference = ask(home, lambda client: _call(client, lookup.INFERENCE, "status"))
         _print_memory(out, training, inference)
+        _print_sessions(out, ask(home, lambda client: _call(client, lookup.ENVIRONMENTS, "sessions")))
     except JoyNexusError as error:
         out.print(str(error), soft_wrap=True)
         return 1
@@ -122,6 +123,16 @@ def _print_memory(out: Console, training: dict[str, Any], inference: dict[str, A
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _print_sessions(out: Console, sessions: Sequence[Mapping[str, Any]]) -> None:
+    """Environment sessions: how many are open, and why each other one waits."""
+    waiting = [row for row in sessions if row["reason"]]
+    count = f"environment sessions: {len(sessions) - len(waiting)} open, {len(waiting)} waiting"
+    out.print(count, highlight=False)
+    for row in waiting:
+        line = f"  {row['tenant_id']}, {row['num_envs']} of {row['environment']}: {row['reason']}"
+        out.print(line, highlight=False, soft_wrap=True)
 
 
 def _print_waiting(out: Console, snapshot: dict[str, Any]) -> None:

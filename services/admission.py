@@ -358,7 +358,7 @@ def _sizes(cameras: Sequence[CameraSpec]) -> str:
 
 
 def _check_renderer(faults: _Faults, field: str, environment: EnvironmentSpec, cluster: ClusterSpec) -> None:
-    if environment.kind != "maniskill" or cluster.dask_scheduler is not None:
+    if environment.kind != "maniskill" or cluster.dask_scheduler is not None or environment.remote is not None:
         return  # where the Dask workers are another's, this machine does not render
     if (missing := renderer.check()) is not None:  # a few looks at the file system
         others = [n for n in presets.names("environments") if presets.environment(n).kind != "maniskill"]

@@ -42,7 +42,7 @@ class SessionClient:
         return cls(
             opened,
             [
-                HostClient(host["address"], token=opened["token"], name=f"{opened['session_id']}, host {number}")
+                HostClient(host["address"], token=host["token"], name=f"{opened['session_id']}, host {number}")
                 for number, host in enumerate(opened["hosts"])
             ],
         )

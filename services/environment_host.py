@@ -1,11 +1,11 @@
 """An environment host: a child process that holds simulators and answers the environment protocol.
 
-`python -m services.environment_host --control-fd N --listen PATH --parent PID`
+`python -m services.environment_host (--control-fd N --parent PID | --control-path PATH) --listen PATH`
 
-The control socket is inherited from the process that started the host; when it closes, the host exits (as it does,
-on Linux, when that process dies). The listening socket takes direct connections, for instance from an inference
-worker: they are served only with the token of the present session, and are closed when the next one begins.
-One request is carried out at a time.
+The control socket is inherited from the process that started the host, or, from a container, the first connection to
+`--control-path`; when it closes, the host exits (as it does, on Linux, when the process that started it dies). The
+listening socket takes direct connections, for instance from an inference worker: they are served only with the token
+of the present session, and are closed when the next one begins. One request is carried out at a time.
 
 Operations: `configure`, `reset`, `batch_step`, `expert_episode`, `scene_positions`, `ping`, `close`. On the control
 socket alone: `configure`, `close`.
@@ -17,14 +17,17 @@ import argparse
 import ctypes
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
 from configs.errors import EnvironmentFault, JoyNexusError, UnknownObject, refusal
+from services import environment_limits
 from services.environment_protocol import ProtocolError, error_reply, receive_frame, send_frame
 
 logger = logging.getLogger("joynexus.environment_host")
@@ -73,6 +76,8 @@ class Host:
         from services.environments.adapter import make_adapter
         from services.environments.batch import EnvironmentBatch
 
+        if own := spec.get("own"):
+            environment_limits.begin(own["path"], own["memory_mb"], own["cpu_s"])
         if self._adapter is None:
             self._adapter = make_adapter(spec, num_envs)
             self._spec = spec
@@ -169,6 +174,8 @@ class Server:
             return {"id": request_id, "result": self._host.handle(str(op), fields)}
         except JoyNexusError as error:
             return error_reply(request_id, error)
+        except (environment_limits.CpuSecondsUsed, MemoryError) as error:
+            return error_reply(request_id, EnvironmentFault(environment_limits.fault(str(op), error)))
         except (KeyError, TypeError) as error:
             # Missing or unexpected fields, or a fault inside the simulator: the log can tell, the tenant need not.
             logger.exception("%s failed", op)
@@ -190,22 +197,47 @@ def _die_with_parent(parent: int) -> None:
             sys.exit(0)
 
 
+def _listening(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen()
+    return listener
+
+
+def _accepted(listener: socket.socket) -> socket.socket:
+    """The owner's connection; nobody else is let in. Its end ends the process, in the middle of a step too."""
+    with listener:
+        listener.settimeout(FRAME_TIMEOUT_S)
+        control, _ = listener.accept()
+    threading.Thread(target=_exit_with, args=(control,), daemon=True).start()
+    return control
+
+
+def _exit_with(control: socket.socket) -> None:
+    watched = select.poll()
+    watched.register(control, select.POLLRDHUP)
+    watched.poll()
+    os._exit(0)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the child process."""
     parser = argparse.ArgumentParser(description="JoyNexus environment host")
-    parser.add_argument("--control-fd", type=int, required=True)
+    control_of = parser.add_mutually_exclusive_group(required=True)
+    control_of.add_argument("--control-fd", type=int)
+    control_of.add_argument("--control-path")
     parser.add_argument("--listen", required=True)
-    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--parent", type=int)
     options = parser.parse_args(arguments)
-    _die_with_parent(options.parent)
+    if options.parent is not None:
+        _die_with_parent(options.parent)
     # Ctrl-C in a terminal reaches the whole process group; hosts end by their control socket, in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    control = socket.socket(fileno=options.control_fd)
+    waiting = None if options.control_path is None else _listening(options.control_path)
+    listener = _listening(options.listen)
+    control = socket.socket(fileno=options.control_fd) if waiting is None else _accepted(waiting)
     control.setblocking(True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(options.listen)
-    listener.listen()
     host = Host()
     try:
         Server(host, control, listener).serve()

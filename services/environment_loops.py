@@ -24,6 +24,7 @@ from configs.environment import EnvironmentSpec
 from configs.errors import EnvironmentFault, JoyNexusError, SpecError, UnknownObject, refusal
 from services import lookup
 from services.environment_client import SessionClient
+from services.environment_lease import renewed_session
 from services.rollout import Episodes, Observation, Policy, Prediction, Progress, collect_rollout, run_episodes
 from storage.partitions import EncodedFields, PartitionStore, encode_fields, indexed_instructions
 
@@ -148,12 +149,14 @@ class EnvironmentLoops:
                 "hosts": min(hosts, num_envs),
                 "tenant_id": tenant,
                 "images": images,
+                "owner": run_id,
                 "request_id": f"{run_id}-{secrets.token_hex(4)}",
             }
         )
         session = SessionClient.direct(opened)
         try:
-            yield session
+            async with renewed_session(environments, opened):
+                yield session
         except EnvironmentFault as error:
             await _tell(environments, "report_fault", opened["session_id"], str(error))
             raise

@@ -11,11 +11,8 @@ import asyncio
 import itertools
 import logging
 import os
-import shutil
 import socket
 import subprocess
-import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -24,39 +21,72 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import AdmissionRefused, EnvironmentFault, JoyNexusError, refusal
-from configs.home import PROJECT_ROOT
+from services.environment_folder import HostFolder
+from services.environment_launch import Launch, container_command
 from services.environment_protocol import HostClient
 
 logger = logging.getLogger(__name__)
-
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+PLAIN = Launch()
+"""A child of this interpreter."""
 
 
 class HostProcess:
     """One child process and the control connection to it."""
 
-    def __init__(self, number: int, folder: Path, key: str, interpreter: str) -> None:
+    def __init__(self, number: int, folder: Path, key: str, launch: Launch) -> None:
         self.number = number
         self.key = key
         self.sessions = 0
         self.address = str(folder / f"{number}.sock")
         self._log = folder / f"{number}.log"
+        name = f"{folder.name}-{number}"
+        self._container = None if launch.engine is None else (launch.engine, name)
+        if self._container is not None:
+            sockets = folder / str(number)  # not those of other hosts
+            sockets.mkdir(mode=0o700)
+            self.address = str(sockets / "host.sock")
+            self._start(container_command(launch, name, sockets), launch)
+            self.control = HostClient(str(sockets / "control.sock"), name=f"environment host {number}")
+            return
         ours, theirs = socket.socketpair()
         # No shell, no preexec: the child itself asks to die with us. It is started from the event loop's thread,
         # whose end is what "the parent died" means to Linux.
-        with theirs, self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+        with theirs:
+            self._start(
                 [
-                    *(interpreter, "-m", "services.environment_host"),
+                    *(launch.interpreter, "-m", "services.environment_host"),
                     *("--control-fd", str(theirs.fileno()), "--listen", self.address, "--parent", str(os.getpid())),
                 ],
-                pass_fds=(theirs.fileno(),),
+                launch,
+                theirs.fileno(),
+            )
+        self.control = HostClient(ours, name=f"environment host {number}")
+
+    def _start(self, command: list[str], launch: Launch, *passed: int) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_child_environment(),
+                env=launch.environment(),
             )
-        self.control = HostClient(ours, name=f"environment host {number}")
+
+    async def listening(self, timeout_s: float) -> None:
+        """Wait for the control socket of a container; that of a child is there from the start.
+
+        Raises:
+            EnvironmentFault: it ended, or took too long.
+        """
+        if self._container is None:
+            return
+        until = asyncio.get_running_loop().time() + timeout_s
+        while not Path(self.address).exists():  # made after the control socket
+            if self._process.poll() is not None or asyncio.get_running_loop().time() > until:
+                said = self.log_tail(1)
+                raise EnvironmentFault(f"own.image: its container did not start ({said}); run it by hand to see why")
+            await asyncio.sleep(0.05)
 
     @property
     def pid(self) -> int:
@@ -75,18 +105,16 @@ class HostProcess:
         memory takes a while, and this runs on an event loop."""
         self.control.close()
         self._process.kill()
+        if self._container is not None:  # what was killed is the engine's client alone
+            engine, name = self._container
+            threading.Thread(target=_remove_container, args=(engine, name), daemon=True).start()
         threading.Thread(target=self._process.wait, daemon=True).start()
         for path in (Path(self.address), self._log):
             path.unlink(missing_ok=True)
 
 
-def _child_environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    environment.update(dict.fromkeys(_ONE_THREAD, "1"))
-    # A host may run under another interpreter, where our packages are not installed.
-    known = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = str(PROJECT_ROOT) + (os.pathsep + known if known else "")
-    return environment
+def _remove_container(engine: str, name: str) -> None:
+    subprocess.run([engine, "rm", "--force", name], capture_output=True, timeout=60)
 
 
 @dataclass(eq=False)
@@ -118,7 +146,7 @@ class HostPool:
         self._all: set[HostProcess] = set()  # all and only living hosts, idle or in use
         self._waiters: deque[_Waiter] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._folder: Path | None = None
+        self._folder: HostFolder | None = None
 
     def usage(self) -> dict[str, int]:
         """Counts: `max`, `in_use`, `warm`, `waiting`."""
@@ -130,7 +158,7 @@ class HostPool:
         }
 
     async def acquire(
-        self, key: str, configurations: Sequence[dict[str, Any]], *, wait_s: float
+        self, key: str, configurations: Sequence[dict[str, Any]], *, wait_s: float, launch: Launch = PLAIN
     ) -> tuple[list[HostProcess], list[dict[str, Any]]]:
         """Hosts, one a configuration, warm ones of `key` first; all or none.
 
@@ -138,6 +166,7 @@ class HostPool:
             key: hosts of equal key are interchangeable.
             configurations: fields of `configure` for each host.
             wait_s: how long to queue while others use the hosts.
+            launch: how new ones are started.
 
         Returns:
             The hosts and what each said to its configuration.
@@ -157,7 +186,7 @@ class HostPool:
                 self._idle.remove(host)
                 hosts.append(host)
             while len(hosts) < count:
-                hosts.append(self._start(key))
+                hosts.append(self._start(key, launch))
             replies = await asyncio.gather(
                 *(self._configure(h, c) for h, c in zip(hosts, configurations, strict=True)), return_exceptions=True
             )
@@ -187,9 +216,9 @@ class HostPool:
             self._kill(host)
         self._return(1)
 
-    def replace(self, key: str, configuration: dict[str, Any]) -> None:
+    def replace(self, key: str, configuration: dict[str, Any], launch: Launch = PLAIN) -> None:
         """Start a warm host in the background in place of a failed one, if there is room for it."""
-        task = asyncio.get_running_loop().create_task(self._replace(key, configuration))
+        task = asyncio.get_running_loop().create_task(self._replace(key, configuration, launch))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -201,14 +230,14 @@ class HostPool:
             self._kill(host)
         self._idle.clear()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
-    async def _replace(self, key: str, configuration: dict[str, Any]) -> None:
+    async def _replace(self, key: str, configuration: dict[str, Any], launch: Launch) -> None:
         if self._reserved + len(self._idle) >= self._max_hosts or self._waiters or len(self._idle) >= self._max_idle:
             return
         self._reserved += 1
-        host = self._start(key)
+        host = self._start(key, launch)
         try:
             await self._configure(host, configuration)
         except JoyNexusError as error:
@@ -261,19 +290,19 @@ class HostPool:
                 self._reserved += waiter.count
                 waiter.turn.set_result(None)
 
-    def _start(self, key: str) -> HostProcess:
+    def _start(self, key: str, launch: Launch) -> HostProcess:
         while self._idle and len(self._all) >= self._max_hosts:
             self._kill(self._idle.pop(0))
         if self._folder is None:
-            # Paths of sockets are limited to 107 bytes, so this is not under the home folder.
-            self._folder = Path(tempfile.mkdtemp(prefix="joynexus-hosts-"))
-        host = HostProcess(next(self._numbers), self._folder, key, sys.executable)
+            self._folder = HostFolder()
+        host = HostProcess(next(self._numbers), self._folder.path, key, launch)
         self._all.add(host)
         return host
 
     async def _configure(self, host: HostProcess, configuration: dict[str, Any]) -> dict[str, Any]:
         host.sessions += 1
         try:
+            await host.listening(self._start_timeout_s)
             reply = await host.control.call("configure", self._start_timeout_s, **configuration)
         except EnvironmentFault:
             logger.warning("environment host %d (pid %d) failed:\n%s", host.number, host.pid, host.log_tail())

@@ -1,4 +1,4 @@
-"""The protocol between an environment host and those who drive it: msgpack frames over a local socket.
+"""The protocol between an environment host and those who drive it: msgpack frames over a socket, local or not.
 
 Frame: 4 bytes, the body's length (unsigned, big-endian), then the body: 4 bytes, the message's length; the message in
 msgpack; zeros up to a multiple of 8; the arrays' bytes in C order, each from a multiple of 8 on. In the message an
@@ -26,6 +26,7 @@ import numpy as np
 
 from configs import errors
 from configs.errors import EnvironmentFault, JoyNexusError
+from services import environment_tcp
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 _HEADER = struct.Struct(">I")
@@ -100,11 +101,11 @@ def decode(body: bytearray) -> dict[str, Any]:
     return message
 
 
-def body_length(header: bytes | bytearray) -> int:
+def body_length(header: bytes | bytearray, longest: int = MAX_BODY_BYTES) -> int:
     """Length that a header announces, checked before anything is allocated for it."""
     (length,) = _HEADER.unpack(header)
-    if length > MAX_BODY_BYTES:
-        raise ProtocolError(f"frame: announces {length} bytes; possible: up to {MAX_BODY_BYTES}")
+    if length > longest:
+        raise ProtocolError(f"frame: announces {length} bytes; possible: up to {longest}")
     return int(length)
 
 
@@ -167,7 +168,7 @@ class HostClient:
     """Drives one host from an event loop; calls are made one after another.
 
     Args:
-        address: path of the host's socket, or a connected socket.
+        address: path of the host's socket, `tcp://host:port` of a remote environment's server, or a connected socket.
         token: what the session's opener was given; None on the owner's control socket.
         name: how messages call the host.
     """
@@ -225,9 +226,7 @@ class HostClient:
         self._loop = loop = asyncio.get_running_loop()
         if self._socket is None:
             if isinstance(self._address, str):
-                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                self._socket.setblocking(False)
-                await loop.sock_connect(self._socket, self._address)
+                self._socket = await environment_tcp.connect(self._address, self._token)
             else:
                 self._socket = self._address
                 self._socket.setblocking(False)

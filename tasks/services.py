@@ -47,7 +47,7 @@ def declarations(platform: Platform) -> dict[str, tuple[str, dict[str, Any]]]:
             "control",
             {"uri": platform.addresses.mlflow_uri, "artifact_root": str(platform.home.mlflow / "artifacts")},
         ),
-        lookup.ENVIRONMENTS: ("environments", {"max_hosts": cluster.max_environment_hosts}),
+        lookup.ENVIRONMENTS: ("environments", {"max_hosts": cluster.max_environment_hosts, "home": home}),
         lookup.INFERENCE: (
             "inference",
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.backend import BackendConfig, PolicyConfig
-from configs.errors import Conflict, UnknownObject, refusal
+from configs.errors import Conflict, ServiceUnavailable, UnknownObject, refusal
 from configs.workload import WorkloadSpec
 from services.admission import admit
 from services.lookup import Service
@@ -167,9 +168,12 @@ async def close_tenant(platform: Platform, name: str) -> list[str]:
 
 
 async def _close_policy(platform: Platform, policy_key: str, reason: str, holder: str | None = None) -> list[str]:
-    """Drop what is left of a policy's jobs and clear their partitions."""
+    """Drop what is left of a policy's jobs, clear their partitions and close the sessions of their rollouts."""
     scheduler = await platform.scheduler()
     dropped: list[str] = await scheduler.close_policy(policy_key, reason, holder)
+    if dropped:
+        with contextlib.suppress(ServiceUnavailable):  # its hosts are gone with it
+            await (await platform.environments()).close_owned(dropped)
     store = PartitionStore(platform.home.partitions)
     for job_id in dropped:
         job = await scheduler.job(job_id)

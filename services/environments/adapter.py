@@ -67,6 +67,7 @@ _MODULES = {
     "gymnasium": "gymnasium_adapter:GymnasiumAdapter",
     "gymnasium_vector": "vector_adapter:GymnasiumVectorAdapter",
     "maniskill": "maniskill:make_adapter",
+    "python": "python_adapter:PythonAdapter",
 }
 
 

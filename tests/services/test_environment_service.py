@@ -228,7 +228,7 @@ def test_a_closed_sessions_host_is_reused_and_its_old_client_is_shut_out():
             np.testing.assert_array_equal(warm["proprioception"][1], before["proprioception"][0])
             with pytest.raises(EnvironmentFault):
                 await old.reset([8])
-            stranger = HostClient(second["hosts"][0]["address"], token=first["token"])
+            stranger = HostClient(second["hosts"][0]["address"], token=first["hosts"][0]["token"])
             with pytest.raises(UnknownObject, match="this session is closed"):
                 await stranger.call("reset", 5.0, seeds=[1, 2, 3])
             with pytest.raises(UnknownObject, match="was closed; open a new one"):
@@ -337,7 +337,7 @@ def test_a_wrong_request_starts_nothing():
 
 def test_a_session_whose_client_is_dead_expires_and_a_connected_one_does_not():
     async def main():
-        async with service(session_ttl_s=0.4) as svc:
+        async with service(lease_s=0.4) as svc:
             dead = await svc.open(request())
             alive = await svc.open(request())
             client = SessionClient.direct(alive)
@@ -346,7 +346,7 @@ def test_a_session_whose_client_is_dead_expires_and_a_connected_one_does_not():
                 while len(await svc.sessions()) > 1:
                     await asyncio.sleep(0.05)
             assert list(await pids(svc)) == [alive["session_id"]]
-            with pytest.raises(UnknownObject, match="closed: unused for"):
+            with pytest.raises(UnknownObject, match="closed: not used or renewed for"):
                 await svc.reset(dead["session_id"], [1, 2])
             client.disconnect()
             async with asyncio.timeout(20):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from configs import seeds
 from configs.spec import Name, Spec
+from configs.workload import MOST_RECORDED, require_recordable
 
 SEEDS_PER_EPISODE = 3
 SEEDS_PER_HOST = 4
@@ -41,10 +43,31 @@ class EvaluateRequest(Spec):
         default=None, gt=0, description="Evaluations in all, taking targets in turn; None: one each."
     )
     interval_s: float = Field(default=0.0, ge=0, description="Pause between rounds in seconds.")
+    films: bool = Field(
+        default=True, description="Keep a short film of the first success and of the first failure in MLflow."
+    )
+    mlflow_run: str | None = Field(
+        default=None, description="Run that the films go to; None: one of its own, with the result, a target."
+    )
+    record: Name | None = Field(
+        default=None,
+        description=f"Write all episodes as a new dataset of this name: one target, one round, at most "
+        f"{MOST_RECORDED} episodes, no black pictures. Every step is rendered then.",
+    )
 
     @model_validator(mode="after")
     def _held_out(self) -> Self:
         seeds.require_within(seeds.EVALUATION, self.first_seed, self.episodes, "episodes")
+        return self
+
+    @model_validator(mode="after")
+    def _recorded_once(self) -> Self:
+        if self.record is None:
+            return self
+        require_recordable(self.episodes)
+        if (self.rounds or len(self.targets)) != 1 or self.blanked:
+            given = f"{self.record!r} with {self.rounds or len(self.targets)} rounds and blanked {self.blanked}"
+            raise ValueError(f"record: got {given}; possible: one round that shows pictures; leave record out")
         return self
 
 
@@ -75,6 +98,25 @@ class CollectRequest(Spec):
         most = SEEDS_PER_EPISODE * self.episodes + SEEDS_PER_HOST * self.hosts
         terms = f"{SEEDS_PER_EPISODE} × episodes + {SEEDS_PER_HOST} × hosts"
         seeds.require_within(seeds.DEMONSTRATIONS, self.first_seed, most, terms)
+        return self
+
+
+class ExportRequest(Spec):
+    """Take out what was rolled out, evaluated or collected."""
+
+    source: str = Field(
+        min_length=1,
+        description="Id of a training job or of its partition, while it is not trained; or the name of a dataset, such "
+        "as a recorded evaluation's.",
+    )
+    folder: str = Field(
+        min_length=1, description="Absolute path of a new folder: lerobot/ (a dataset) and films/ (an mp4 an episode)."
+    )
+
+    @model_validator(mode="after")
+    def _a_whole_path(self) -> Self:
+        if not Path(self.folder).is_absolute():
+            raise ValueError(f"folder: got {self.folder!r}; possible: an absolute path; write it in full")
         return self
 
 

@@ -27,6 +27,20 @@ class DataSpec(Spec):
     )
 
 
+MOST_RECORDED = 500
+"""Episodes of an evaluation that is recorded, at most."""
+
+
+def require_recordable(episodes: int) -> None:
+    """Check that an evaluation of so many episodes may be recorded; for validators of declarations.
+
+    Raises:
+        ValueError: naming what bounds it.
+    """
+    if episodes > MOST_RECORDED:
+        raise ValueError(f"record: got {episodes} episodes; possible: up to {MOST_RECORDED}; evaluate fewer")
+
+
 class EvaluationSpec(Spec):
     """Read-only evaluation of the policy on held-out seeds."""
 
@@ -49,9 +63,24 @@ class EvaluationSpec(Spec):
         default=None, gt=0, description="Register and evaluate a version after so many completed jobs; None: never."
     )
 
+    films: bool = Field(
+        default=True, description="Keep a short film of the first success and of the first failure beside the metrics."
+    )
+    record: Name | None = Field(
+        default=None,
+        description=f"Write the episodes of the evaluation at the end, at most {MOST_RECORDED}, as a new dataset of "
+        "this name. Every step is rendered then.",
+    )
+
     @model_validator(mode="after")
     def _held_out(self) -> Self:
         seeds.require_within(seeds.EVALUATION, self.first_seed, self.episodes, "episodes")
+        return self
+
+    @model_validator(mode="after")
+    def _recordable(self) -> Self:
+        if self.record is not None:
+            require_recordable(self.episodes)
         return self
 
 

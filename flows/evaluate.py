@@ -8,7 +8,7 @@ from typing import Any
 from prefect import flow, get_run_logger
 
 from configs.requests import EvaluateRequest
-from tasks.artifacts import publish_evaluation
+from tasks.artifacts import publish_evaluation, publish_films
 from tasks.connection import platform_connection
 from tasks.evaluation import release_target, resolve_target, run_evaluation
 
@@ -40,4 +40,5 @@ async def evaluate(request: EvaluateRequest) -> list[dict[str, Any]]:
             )
             results.append(result)
         await publish_evaluation(results)
+        await publish_films(platform, results)
     return results

@@ -10,6 +10,7 @@ from prefect import flow, get_run_logger
 from configs.errors import ServiceUnavailable
 from configs.platform import READY_EVENT
 from services import lookup
+from tasks.collection import sweep_interrupted
 from tasks.connection import Platform, platform_connection
 from tasks.jobs import clear_leftovers, sweep_half_written
 from tasks.services import place_service
@@ -19,6 +20,7 @@ _CLEARING_S = 10.0
 _PRUNE_EVERY_S = 3600.0
 _KEEP_ENDED_JOBS_S = 7 * 24 * 3600.0
 _HALF_WRITTEN_S = 24 * 3600.0
+_INTERRUPTED_S = 7 * 24 * 3600.0  # a collection that was killed goes on with what it has
 
 
 @flow(name="platform", flow_run_name="platform {cluster}")
@@ -71,6 +73,7 @@ async def _prune(connection: Platform) -> None:
     A scheduler that is away is asked again in an hour.
     """
     await sweep_half_written(connection, _HALF_WRITTEN_S)
+    await sweep_interrupted(connection, _INTERRUPTED_S)
     try:
         forgotten = await (await connection.scheduler()).prune(_KEEP_ENDED_JOBS_S)
     except ServiceUnavailable as error:

@@ -17,6 +17,7 @@ from flows.evaluate import evaluate
 from tasks.adapters import record_evaluation, register_adapter
 from tasks.artifacts import publish_workload_report
 from tasks.connection import Platform, platform_connection
+from tasks.evaluation import CURVES
 from tasks.tenants import OpenedTenant, close_workload, kept_policy, open_tenant, write_json
 
 Producer = Callable[[Platform, OpenedTenant, str], Coroutine[Any, Any, None]]
@@ -73,7 +74,7 @@ async def _run(platform: Platform, tenant: OpenedTenant, produce: Producer, run_
     await _still_ours(platform, tenant, run_id)
     version = await training.publish(name)
     await training.save(name, tenant.backend.policy_key)
-    after = await _evaluate(platform, tenant) if evaluation else None
+    after = await _evaluate(platform, tenant, record=evaluation.record) if evaluation else None
     blanked = await _evaluate(platform, tenant, blanked=True) if evaluation and evaluation.blanked else None
     adapter = None
     await _still_ours(platform, tenant, run_id)
@@ -165,7 +166,12 @@ async def _still_ours(platform: Platform, tenant: OpenedTenant, run_id: str) -> 
 
 
 async def _evaluate(
-    platform: Platform, tenant: OpenedTenant, *, blanked: bool = False, target: str | None = None
+    platform: Platform,
+    tenant: OpenedTenant,
+    *,
+    blanked: bool = False,
+    target: str | None = None,
+    record: str | None = None,
 ) -> dict[str, Any]:
     evaluation = tenant.backend.evaluation
     assert evaluation is not None
@@ -179,11 +185,14 @@ async def _evaluate(
             hosts=tenant.backend.resources.environment_hosts,
             blanked=blanked,
             sampled=evaluation.sampled,
+            films=evaluation.films,
+            mlflow_run=tenant.mlflow_run,
+            record=record,
         )
     )
     result = results[0]
     metrics = await platform.metrics()
     prefix = "evaluation_blanked" if blanked else "evaluation"
-    curves = {f"{prefix}/{name}": float(result[name]) for name in ("success_rate", "mean_return", "mean_length")}
+    curves = {f"{prefix}/{name}": float(result[name]) for name in CURVES}
     await metrics.log(tenant.mlflow_run, curves, step=result["policy_version"])
     return result

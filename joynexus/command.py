@@ -33,6 +33,14 @@ def _down(_arguments: argparse.Namespace, home: Home) -> int:
     return 0
 
 
+def _pages(_arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus import processes, tables
+
+    processes.open_mlflow_page(home)
+    tables.print_pages(home)
+    return 0
+
+
 def _status(_arguments: argparse.Namespace, home: Home) -> int:
     from joynexus import tables
 
@@ -73,6 +81,12 @@ def _adapters(arguments: argparse.Namespace, home: Home) -> int:
     return tables.print_adapters(home)
 
 
+def _export(arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus import tables
+
+    return tables.export_episodes(home, arguments.source, arguments.folder.expanduser().resolve())
+
+
 def _compile(arguments: argparse.Namespace, home: Home) -> int:
     import yaml
 
@@ -110,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
 
     cluster(verb("up", _up, "Start the platform, or find it up already."))
     verb("down", _down, "End everything of the platform.")
+    verb("pages", _pages, "Open MLflow's page, which takes memory and so is not up before, and print all pages.")
     verb("status", _status, "Show processes, pages, and why nothing runs.")
     run = verb("run", _run, "Run workloads and follow them to their end.")
     run.add_argument("specs", nargs="+", type=Path, metavar="SPEC.yaml", help="workload; several run together")
@@ -131,6 +146,14 @@ def parser() -> argparse.ArgumentParser:
         metavar=("ADAPTER", "FOLDER"),
         help="write one of kind lora, models:/NAME@ALIAS or models:/NAME/VERSION, as the files that PEFT reads",
     )
+    export = verb(
+        "export",
+        _export,
+        "Take episodes out: of a rollout whose job is not trained yet, of a recorded evaluation or of a collected "
+        "dataset; as a LeRobot dataset with rewards, and an mp4 an episode.",
+    )
+    export.add_argument("source", metavar="JOB|PARTITION|DATASET", help="`joynexus jobs` lists jobs")
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="new folder: lerobot/ and films/")
     compile_ = verb("compile", _compile, "Show the backend configuration that a workload becomes; start nothing.")
     compile_.add_argument("spec", type=Path, metavar="SPEC.yaml")
     cluster(compile_)

@@ -62,6 +62,14 @@ class Parts:
             "mlflow": f"http://{host}:{self._ports['mlflow-page']}" if "mlflow-page" in self.children else None,
         }
 
+    @property
+    def mlflow_address(self) -> str:
+        """Where MLflow's page is, or will be once it is opened: links are written before that."""
+        uri = self._cluster.mlflow_uri
+        if uri is not None and uri.startswith("http"):
+            return uri.rstrip("/")
+        return f"http://{self._cluster.host}:{self._ports['mlflow-page']}"
+
     def environment(self, threads: int = 1) -> dict[str, str]:
         """Environment of a part whose numerical libraries may use so many threads."""
         quiet = {

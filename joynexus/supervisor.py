@@ -75,6 +75,7 @@ class Supervisor:
                 "started": self._started,
                 "addresses": self.parts.addresses.asdict(),
                 "pages": self.parts.pages,
+                "mlflow_page": self.parts.mlflow_address,
                 "processes": {name: child.describe() for name, child in self.parts.children.items()},
             },
         )

@@ -267,6 +267,24 @@ def export_adapter(home: Home, reference: str, folder: str) -> int:
     return 0
 
 
+def export_episodes(home: Home, source: str, folder: Path) -> int:
+    """Write a rollout's or a dataset's episodes as a LeRobot dataset and as films.
+
+    Raises:
+        UnknownObject: there is no such job, partition or dataset (any more).
+        SpecError: a rollout without pictures, or data that no policy collected.
+        Conflict: the folder exists.
+    """
+    from configs.requests import ExportRequest
+    from tasks.export import export
+
+    request = ExportRequest(source=source, folder=str(folder))
+    done = asyncio.run(export(home, request))
+    text = f"{done['episodes']} episodes of {done['source']} are in {done['folder']}"
+    console().print(text, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
 def print_pretraining(home: Home, request: PretrainRequest, state: str, message: str) -> None:
     """How a pretraining ended; where its model lies, how well it grounds and how to use it, if it completed."""
     out = console()

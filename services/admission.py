@@ -28,6 +28,7 @@ from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, fitted
 from services.admission_of_rl import faults_of_data, faults_of_module
 from services.environments import renderer
+from storage.dataset_names import refuse_existing
 from storage.demonstrations import LeRobotDataset
 from storage.peft_files import read_adapter
 
@@ -161,6 +162,8 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         _check_cameras(faults, base, training)
     if evaluated_in is not None:
         _check_evaluation(faults, workload, evaluated_in)
+        if workload.evaluation is not None and workload.evaluation.record is not None:
+            faults.kept(partial(refuse_existing, home.datasets, workload.evaluation.record, "evaluation.record"))
         _check_renderer(faults, "evaluation.environment", evaluated_in, cluster)
         if training is not None:
             _check_evaluation_cameras(faults, training, evaluated_in)

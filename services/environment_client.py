@@ -32,6 +32,8 @@ class SessionClient:
     def __init__(self, opened: Mapping[str, Any], clients: Sequence[HostClient]) -> None:
         self.session_id: str = opened["session_id"]
         self.num_envs: int = opened["num_envs"]
+        self.versions: dict[str, str] = opened["versions"]
+        self.action_bounds = tuple(np.array(opened[name], np.float32) for name in ("action_low", "action_high"))
         self._timeout_s: float = opened["step_timeout_s"]
         self._slices = [slice(host["start"], host["stop"]) for host in opened["hosts"]]
         self._clients = list(clients)
@@ -58,12 +60,15 @@ class SessionClient:
         parts = await self._all(lambda c, s: c.call("reset", self._timeout_s, seeds=list(seeds[s])))
         return _concatenate(parts)
 
-    async def batch_step(self, actions: np.ndarray, next_seeds: Sequence[int | None]) -> dict[str, Any]:
+    async def batch_step(
+        self, actions: np.ndarray, next_seeds: Sequence[int | None], *, every_step: bool = False
+    ) -> dict[str, Any]:
         """Execute a chunk; see `services.environments.batch.EnvironmentBatch.batch_step` for the result.
 
         Args:
             actions: float32 [B, H, A] in environment units.
             next_seeds: B seeds for environments whose episode ends now; None leaves such a one idle.
+            every_step: also return what was seen before each action.
 
         Raises:
             TenantFault: wrong shape or values.
@@ -71,8 +76,11 @@ class SessionClient:
         """
         self._check_length("actions", actions)
         self._check_length("next_seeds", next_seeds)
+        more = {"every_step": True} if every_step else {}
         parts = await self._all(
-            lambda c, s: c.call("batch_step", self._timeout_s, actions=actions[s], next_seeds=list(next_seeds[s]))
+            lambda c, s: c.call(
+                "batch_step", self._timeout_s, actions=actions[s], next_seeds=list(next_seeds[s]), **more
+            )
         )
         if len(parts) == 1:
             return parts[0]
@@ -81,6 +89,8 @@ class SessionClient:
         result["final_observation"] = _concatenate([part["final_observation"] for part in parts])
         offsets = [part["final_rows"] + s.start for part, s in zip(parts, self._slices, strict=True)]
         result["final_rows"] = np.concatenate(offsets)
+        if every_step:
+            result["seen"] = _concatenate([{"instructions": [], **part["seen"]} for part in parts])
         result["busy_s"] = max(part["busy_s"] for part in parts)
         return result
 
@@ -99,15 +109,25 @@ class SessionClient:
         See `EnvironmentBatch.expert_episode` for what an episode holds. Environments of the session must be reset
         before they are stepped again.
         """
-        episodes: list[dict[str, Any]] = [{} for _ in seeds]
-        waiting = iter(enumerate(seeds))
+        episodes: dict[int, dict[str, Any]] = {}
+
+        async def keep(seed: int, episode: dict[str, Any]) -> None:
+            episodes[seed] = episode
+
+        await self.each_expert_episode(seeds, noise, keep)
+        return [episodes[seed] for seed in seeds]
+
+    async def each_expert_episode(
+        self, seeds: Sequence[int], noise: float, keep: Callable[[int, dict[str, Any]], Awaitable[None]]
+    ) -> None:
+        """As `expert_episodes`, handing each over (seed, episode) as soon as it has ended, whichever that is."""
+        waiting = iter(seeds)
 
         async def work(client: HostClient, _slice: slice) -> None:
-            for number, seed in waiting:
-                episodes[number] = await client.call("expert_episode", self._timeout_s, seed=int(seed), noise=noise)
+            for seed in waiting:
+                await keep(seed, await client.call("expert_episode", self._timeout_s, seed=int(seed), noise=noise))
 
         await self._all(work)
-        return episodes
 
     def disconnect(self) -> None:
         """Close the connections; the session itself is closed by the service."""

@@ -64,7 +64,7 @@ class Host:
         if op == "reset":
             return self._batch.reset(fields["seeds"])
         if op == "batch_step":
-            return self._batch.batch_step(fields["actions"], fields["next_seeds"])
+            return self._batch.batch_step(fields["actions"], fields["next_seeds"], fields.get("every_step", False))
         if op == "scene_positions":
             return self._batch.scene_positions()
         if op == "expert_episode":

@@ -7,11 +7,12 @@ which version, is the caller's business.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +26,26 @@ from configs.errors import EnvironmentFault, JoyNexusError, SpecError, UnknownOb
 from services import lookup
 from services.environment_client import SessionClient
 from services.environment_lease import renewed_session
-from services.rollout import Episodes, Observation, Policy, Prediction, Progress, collect_rollout, run_episodes
+from services.films import Films, film
+from services.recording import Recorder, check_recordable, recording, write_dataset
+from services.rollout import (
+    EXECUTED,
+    Episodes,
+    Observation,
+    Policy,
+    Prediction,
+    Progress,
+    Watcher,
+    collect_rollout,
+    run_episodes,
+)
+from storage.episode_spool import EpisodeSpool
 from storage.partitions import EncodedFields, PartitionStore, encode_fields, indexed_instructions
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+VERSIONS = "environment_versions"
+"""Label of a rollout's partition: the simulator's versions as JSON."""
 
 
 class EnvironmentLoops:
@@ -38,10 +54,12 @@ class EnvironmentLoops:
     Args:
         partitions: folder of the partitions.
         values_at_a_time: rows of one value request at most.
+        datasets: folder of the datasets that evaluations may be recorded in.
     """
 
-    def __init__(self, partitions: Path, values_at_a_time: int) -> None:
+    def __init__(self, partitions: Path, values_at_a_time: int, datasets: Path) -> None:
         self._partitions = PartitionStore(partitions)
+        self._datasets = datasets
         self._values_at_a_time = values_at_a_time
         self._files = ThreadPoolExecutor(1, thread_name_prefix="infer-files")
         self._active: dict[str, dict[str, Any]] = {}  # {run id: progress of a rollout or evaluation}
@@ -55,7 +73,8 @@ class EnvironmentLoops:
     async def written(self, partition_id: str) -> dict[str, Any] | None:
         """What `rollout` returned when it wrote the partition, or None."""
         try:
-            return dict((await self._run(self._partitions.attributes, partition_id)).labels)
+            labels = (await self._run(self._partitions.attributes, partition_id)).labels
+            return {name: value for name, value in labels.items() if name != VERSIONS}
         except UnknownObject:
             return None
 
@@ -90,6 +109,7 @@ class EnvironmentLoops:
                     group_of_episode=None if size == 1 else lambda n: seed_ranges.group_id(number, n, size),
                     progress=progress,
                 )
+        collected.data[EXECUTED] = np.clip(collected.data[EXECUTED], *session.action_bounds)
         # What is whole is encoded beside the last forwards, which only a critic's estimates need.
         encoded, rest = await asyncio.gather(
             self._run(encode_fields, collected.data, algorithm.microbatch_size),
@@ -101,7 +121,8 @@ class EnvironmentLoops:
             "policy_version": version,
             **collected.episodes.summary(),
         }
-        await self._run(self._write, backend, job, encoded, rest, collected.instructions, summary)
+        labels = {**summary, VERSIONS: json.dumps(session.versions, sort_keys=True)}
+        await self._run(self._write, backend, job, encoded, rest, collected.instructions, labels)
         return summary
 
     async def evaluate(
@@ -118,22 +139,56 @@ class EnvironmentLoops:
         hosts: int,
         blanked: bool,
         run_id: str,
-    ) -> Episodes:
+        filmed: bool = False,
+        record: str | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> tuple[Episodes, dict[str, tuple[int, bytes]]]:
         """Run an episode for each of `episodes` seeds; `blanked` shows the policy black pictures.
 
+        `filmed` makes a film of the first success and of the first failure; `record` names the dataset that all
+        episodes are written to, and `provenance` is what that says of where it comes from. Nothing is rendered where
+        the policy is shown black pictures, so nothing is filmed there either.
+
+        Returns:
+            The episodes, and {"success" or "failure": (its number, an mp4 file)}.
+
         Raises:
-            SpecError: if the environment shows pictures turned otherwise than those that the policy learned from.
+            SpecError: if the environment shows pictures turned otherwise than those that the policy learned from,
+                episodes are too large to be recorded side by side, or there is a dataset of that name.
+            Conflict: another one is writing it.
         """
         _check_turned(spec, config)
-        async with self._session(spec, num_envs, hosts, tenant, run_id, not blanked) as session:
-            with self._progress(run_id, tenant, "evaluation", version) as progress:
-                return await run_episodes(
-                    _blanked(act, config) if blanked else act,
-                    session,
-                    num_envs=num_envs,
-                    seeds=range(first_seed, first_seed + episodes),
-                    progress=progress,
-                )
+        seeds = range(first_seed, first_seed + episodes)
+        films = Films(num_envs, spec.cameras) if filmed and not blanked else None
+        watchers: list[Watcher] = [] if films is None else [films]
+        spool: EpisodeSpool | None = None
+        with ExitStack() as stack:
+            if record is not None:
+                check_recordable(spec, num_envs)
+                spool = stack.enter_context(recording(self._datasets, record))
+            async with self._session(spec, num_envs, hosts, tenant, run_id, not blanked) as session:
+                if spool is not None:
+                    watchers.append(Recorder(spool, session.action_bounds, seeds))
+                with self._progress(run_id, tenant, "evaluation", version) as progress:
+                    found = await run_episodes(
+                        _blanked(act, config) if blanked else act,
+                        session,
+                        num_envs=num_envs,
+                        seeds=seeds,
+                        progress=progress,
+                        watchers=watchers,
+                    )
+            if spool is not None and record is not None:
+                told = {
+                    **(provenance or {}),
+                    "policy_version": version,
+                    "environment": spec.model_dump(mode="json"),
+                    "versions": session.versions,
+                }
+                in_order = map(spool.get, range(episodes))
+                await asyncio.to_thread(write_dataset, self._datasets / record, in_order, spec, told)
+        reels = films.reels if films is not None else {}
+        return found, {outcome: (reel.number, await asyncio.to_thread(film, reel)) for outcome, reel in reels.items()}
 
     @asynccontextmanager
     async def _session(
@@ -179,7 +234,7 @@ class EnvironmentLoops:
         encoded: EncodedFields,
         rest: dict[str, np.ndarray],
         instructions: list[str],
-        summary: dict[str, Any],
+        labels: dict[str, Any],
     ) -> None:
         distinct, index = indexed_instructions(instructions)
         self._partitions.put(
@@ -191,11 +246,29 @@ class EnvironmentLoops:
             policy_version=job["behavior_policy_version"],
             chunk=backend.algorithm.microbatch_size,
             instructions=distinct,
-            labels=summary,
+            labels=labels,
         )
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *args)
+
+
+async def kept_films(run: str, stem: str, films: Mapping[str, tuple[int, bytes]]) -> list[dict[str, Any]]:
+    """Put films {outcome: (seed, mp4)} beside the metrics of an MLflow run; what cannot be kept costs no evaluation.
+
+    Returns:
+        {"outcome", "seed", "artifact": its path within the run} of each that is there.
+    """
+    kept: list[dict[str, Any]] = []
+    for outcome, (seed, content) in films.items():
+        name = f"films/{stem}-{outcome}-seed-{seed}.mp4"
+        try:
+            await (await lookup.peer(lookup.METRICS, timeout_s=60)).keep_file(run, name, content)
+        except JoyNexusError as error:
+            logger.warning("%s of run %s was not kept: %s", name, run, error)
+        else:
+            kept.append({"outcome": outcome, "seed": seed, "artifact": name})
+    return kept
 
 
 def _check_turned(spec: EnvironmentSpec, config: PolicyConfig) -> None:

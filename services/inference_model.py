@@ -75,7 +75,8 @@ class InferenceModelService:
         self._batchers: dict[str, GroupBatcher[Request, Prediction]] = {}  # {base model: its queue}
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="infer-compute")
         self._prepare = ThreadPoolExecutor(1, thread_name_prefix="infer-prepare")
-        self._loops = EnvironmentLoops(Home(Path(home)).partitions, self._batching.max_batch_size)
+        folders = Home(Path(home))
+        self._loops = EnvironmentLoops(folders.partitions, self._batching.max_batch_size, folders.datasets)
         self._busy = BusyLog()
         self._loops_of: OrderedDict[str, asyncio.Task[dict[str, Any]]] = OrderedDict()  # {id: rollout or evaluation}
         self._batches = self._batched_requests = self._batched_rows = 0
@@ -341,22 +342,30 @@ class InferenceModelService:
         sampled: bool = False,
         policy_version: int | None = None,
         run_id: str,
+        films_to: str | None = None,
+        record: str | None = None,
+        provenance: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Run episodes under one version, pinned from the first step to the last.
 
         `sampled` draws actions as in training; else a Gaussian's mean is taken, and a flow's chunks follow from noise
         that is drawn for each. `first_seed` seeds either. A second call with the `run_id` of one under way joins it.
+        A short film of the first success and of the first failure goes into the MLflow run `films_to`; `record` names a
+        dataset that all episodes are written to, with `provenance`. Neither changes an action or a result.
 
         Returns:
-            {"policy_version", "episodes", "successes", "success_rate", "mean_return", "mean_length", "outcomes"}.
+            {"policy_version", "episodes", "successes", "success_rate", "mean_return", "mean_length", "outcomes",
+            "films": [{"outcome", "seed", "artifact"}, …], "recorded": the dataset's name or None}.
         """
+        from services.environment_loops import kept_films
+
         spec = EnvironmentSpec.model_validate(environment)
 
         async def evaluation() -> dict[str, Any]:
             policies = self._policies(tenant_id)
             policy = policies.pin(policy_version)
             try:
-                result = await self._loops.evaluate(
+                result, films = await self._loops.evaluate(
                     tenant_id,
                     spec,
                     self._bound(policy, _generator(first_seed), exploring=sampled),
@@ -368,11 +377,22 @@ class InferenceModelService:
                     hosts=hosts,
                     blanked=blanked,
                     run_id=run_id,
+                    filmed=films_to is not None,
+                    record=record,
+                    provenance=provenance,
                 )
             finally:
                 policies.release(policy.version)
             outcomes = [result.success[n] for n in range(episodes)]
-            return {"policy_version": policy.version, **result.summary(), "outcomes": outcomes}
+            numbered = {outcome: (first_seed + number, mp4) for outcome, (number, mp4) in films.items()}
+            kept = await kept_films(films_to, f"{spec.name}-version-{policy.version}", numbered) if films_to else []
+            return {
+                "policy_version": policy.version,
+                **result.summary(),
+                "outcomes": outcomes,
+                "films": kept,
+                "recorded": record,
+            }
 
         return await self._joined(f"evaluation {tenant_id} {run_id}", evaluation)
 

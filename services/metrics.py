@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from configs.errors import Conflict, UnknownObject, refusal
 from configs.signature import digest
+from storage.atomic import checked_id
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -113,6 +115,23 @@ class MetricsService:
                 del self._buffer[run_id][: len(points)]
                 self._written += len(points)
             self._buffer.pop(run_id, None)
+
+    async def keep_file(self, run_id: str, path: str, content: bytes) -> None:
+        """Keep a file among the run's artifacts, in place of one of the same path.
+
+        Raises:
+            SpecError: a path that leads elsewhere.
+            UnknownObject: there is no such run.
+        """
+        await self._run(self._keep_file, run_id, path, content)
+
+    async def experiment_of(self, run_id: str) -> str:
+        """Id of the experiment that a run is of, which addresses of MLflow's page name.
+
+        Raises:
+            UnknownObject: there is no such run.
+        """
+        return await self._run(lambda: str(self._found(run_id).info.experiment_id))
 
     async def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
         """(step, value) of a metric as far as it is written, by step."""
@@ -233,6 +252,21 @@ class MetricsService:
         from mlflow.entities import Metric
 
         self._tracking().log_batch(run_id, metrics=[Metric(*point) for point in points])
+
+    def _found(self, run_id: str) -> Any:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._tracking().get_run(run_id)
+        except MlflowException:
+            raise UnknownObject(refusal("run", run_id, "a run that open_run made", "open it first")) from None
+
+    def _keep_file(self, run_id: str, path: str, content: bytes) -> None:
+        *folders, name = (checked_id(part, "artifact path") for part in path.split("/"))
+        self._found(run_id)
+        with tempfile.TemporaryDirectory(prefix="joynexus-artifact-") as folder:
+            (Path(folder) / name).write_bytes(content)
+            self._tracking().log_artifact(run_id, str(Path(folder) / name), "/".join(folders) or None)
 
     def _terminate(self, run_id: str, status: str) -> None:
         from mlflow.exceptions import MlflowException

@@ -18,6 +18,9 @@ from configs.errors import EnvironmentFault
 FEATURE = "feature.action_tokens"
 """Partition field float32 [n, N, D] that stands in the pictures' place; see `BackendConfig.features_travel`."""
 
+EXECUTED = "executed"
+"""Partition field float32 [n, H, A]: the actions in the environment's units, which an exported rollout holds."""
+
 Observation = dict[str, Any]
 Progress = Callable[[int, int], None]
 
@@ -27,7 +30,28 @@ class Session(Protocol):
 
     async def reset(self, seeds: Sequence[int | None]) -> Observation: ...
 
-    async def batch_step(self, actions: np.ndarray, next_seeds: Sequence[int | None]) -> dict[str, Any]: ...
+    async def batch_step(
+        self, actions: np.ndarray, next_seeds: Sequence[int | None], *, every_step: bool = False
+    ) -> dict[str, Any]: ...
+
+
+class Watcher(Protocol):
+    """Sees what an evaluation's episodes show; nothing that it does changes an action or a result."""
+
+    every_step: bool
+    """Wants what was seen before each action of a chunk, not only before the chunk."""
+
+    async def keep(
+        self, observation: Observation, actions: np.ndarray, step: dict[str, Any], number: Mapping[int, int]
+    ) -> None:
+        """Take in a chunk.
+
+        Args:
+            observation: of all environments, before it.
+            actions: float32 [B, H, A] as they were sent.
+            step: what came of them.
+            number: of the episode that each environment was in; others are idle.
+        """
 
 
 @dataclass(frozen=True)
@@ -181,6 +205,7 @@ class _Collector:
         self._keep("proprioception", observation["proprioception"])
         for name in ("action", "log_prob", "value"):
             self._keep(name, getattr(prediction, name))
+        self._keep(EXECUTED, prediction.environment_action)
         for name, kept in prediction.trace.items():
             self._keep(name, kept)
         if self._group_of_episode is not None:
@@ -189,7 +214,7 @@ class _Collector:
 
     def keep_step(self, step: dict[str, Any]) -> None:
         """What came of it; environments whose episode ended are in their next one from here on."""
-        for name in ("reward", "valid", "terminated", "truncated"):
+        for name in ("reward", "valid", "terminated", "truncated", "success"):
             self._keep(name, step[name])
         by_truncation = [
             k
@@ -263,13 +288,20 @@ async def collect_rollout(
 
 
 async def run_episodes(
-    policy: Policy, session: Session, *, num_envs: int, seeds: Sequence[int], progress: Progress
+    policy: Policy,
+    session: Session,
+    *,
+    num_envs: int,
+    seeds: Sequence[int],
+    progress: Progress,
+    watchers: Sequence[Watcher] = (),
 ) -> Episodes:
     """Run one episode a seed; environment e runs the seeds e, e + num_envs, …, whoever finishes first.
 
     Returns:
         Episodes numbered by their place in `seeds`.
     """
+    watched = {"every_step": True} if any(watcher.every_step for watcher in watchers) else {}
     active = min(num_envs, len(seeds))
     number = list(range(num_envs))
     counting = _Counting(num_envs)
@@ -283,8 +315,10 @@ async def run_episodes(
             seeds[number[e] + num_envs] if e in running and number[e] + num_envs < len(seeds) else None
             for e in range(num_envs)
         ]
-        step = await session.batch_step(actions, following)
+        step = await session.batch_step(actions, following, **watched)
         _check_step(step, actions.shape)
+        for watcher in watchers:
+            await watcher.keep(observation, actions, step, {e: number[e] for e in running})
         for e in counting.add(step, number, list(running)):
             number[e] += num_envs
             if number[e] >= len(seeds):

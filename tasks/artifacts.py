@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from prefect import task
-from prefect.artifacts import acreate_table_artifact
+from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 from prefect.cache_policies import NO_CACHE
+
+from configs.errors import JoyNexusError
+from configs.home import Home
+from configs.platform import read_state
+from tasks.connection import Platform
+
+logger = logging.getLogger(__name__)
 
 
 @task(cache_policy=NO_CACHE)
@@ -19,6 +28,35 @@ async def publish_evaluation(results: list[dict[str, Any]]) -> None:
         key="evaluation",
         description="Evaluations under one policy version each.",
     )
+
+
+@task(cache_policy=NO_CACHE)
+async def publish_films(platform: Platform, results: list[dict[str, Any]]) -> None:
+    """Links to the films of evaluations on MLflow's page; nothing where there is none."""
+    lines = []
+    for result in filter(lambda result: result["films"], results):
+        try:
+            experiment = await (await platform.metrics()).experiment_of(result["mlflow_run"])
+        except JoyNexusError as error:
+            logger.warning("films of %s are not linked: %s", result["target"], error)
+            continue
+        links = [
+            f"[{film['outcome']}, seed {film['seed']}]"
+            f"({film_url(platform.home, experiment, result['mlflow_run'], film['artifact'])})"
+            for film in result["films"]
+        ]
+        lines.append(f"- {result['target']} version {result['policy_version']}: {', '.join(links)}")
+    if lines:
+        hint = "MLflow's page shows them; where it is not up, `joynexus pages` opens it."
+        await acreate_markdown_artifact(
+            markdown="\n".join([*lines, "", hint]), key="films", description="Films of a success and of a failure."
+        )
+
+
+def film_url(home: Home, experiment: str, run: str, artifact: str) -> str:
+    """Address of a run's artifact on MLflow's page, which shows it there."""
+    page = str((read_state(home) or {}).get("mlflow_page", "")).rstrip("/")
+    return f"{page}/#/experiments/{experiment}/runs/{run}/artifacts/{quote(artifact)}"
 
 
 @task(cache_policy=NO_CACHE)

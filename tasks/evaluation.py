@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.runtime import task_run
+from prefect.runtime import flow_run, task_run
 
 from configs import presets
-from configs.errors import SpecError, refusal
+from configs.errors import JoyNexusError, SpecError, refusal
 from configs.requests import EvaluateRequest
 from services import lookup
+from services.metrics import RunStatus
 from tasks.connection import Platform
 
+logger = logging.getLogger(__name__)
 ADAPTER_PREFIX = "models:/"
+CURVES = ("success_rate", "mean_return", "mean_length")
+"""Of an evaluation's result, what MLflow shows."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,28 @@ async def resolve_target(platform: Platform, target: str) -> Target:
 
 @task(task_run_name="evaluate {target.serving}", cache_policy=NO_CACHE)
 async def run_evaluation(platform: Platform, request: EvaluateRequest, target: Target) -> dict[str, Any]:
-    """Run the episodes; the service pins the version from the first step to the last."""
+    """Run the episodes; the service pins the version from the first step to the last.
+
+    Where no MLflow run is named that holds the result, one of its own does, of experiment `<tenant>.evaluation`.
+    """
+    run = request.mlflow_run or await _open_run(platform, request, target)
+    status: RunStatus = "FAILED"
+    try:
+        result = await _run(platform, request, target, run)
+        status = "FINISHED"
+    finally:
+        if run is not None and request.mlflow_run is None:
+            await _close_run(platform, run, status, result if status == "FINISHED" else None)
+    return result
+
+
+async def _run(platform: Platform, request: EvaluateRequest, target: Target, run: str | None) -> dict[str, Any]:
+    provenance = {
+        "source": "evaluation",
+        "target": target.adapter or target.serving,
+        "request": request.model_dump(mode="json"),
+        "flow_run": str(flow_run.id),
+    }
     result: dict[str, Any] = await platform.patiently(
         lookup.INFERENCE,
         "evaluate",
@@ -60,8 +87,36 @@ async def run_evaluation(platform: Platform, request: EvaluateRequest, target: T
         sampled=request.sampled,
         policy_version=target.version,
         run_id=f"evaluation-{task_run.id}",
+        films_to=run if request.films else None,
+        record=request.record,
+        provenance=provenance,
     )
-    return {"target": target.adapter or target.serving, "environment": request.environment, **result}
+    return {"target": target.adapter or target.serving, "environment": request.environment, "mlflow_run": run, **result}
+
+
+async def _open_run(platform: Platform, request: EvaluateRequest, target: Target) -> str | None:
+    """A run for one evaluation; None where MLflow cannot be written, which is no reason not to evaluate."""
+    tenant = re.split(r"[./@]", (target.adapter or target.serving).removeprefix(ADAPTER_PREFIX))[0]
+    names = ("environment", "episodes", "first_seed", "blanked", "sampled")
+    parameters = {"target": target.adapter or target.serving, **{name: getattr(request, name) for name in names}}
+    try:
+        metrics = await platform.metrics()
+        opened: str = await metrics.open_run(tenant, "evaluation", parameters, request_id=str(task_run.id))
+    except JoyNexusError as error:
+        logger.warning("the evaluation of %s has no MLflow run: %s", target.serving, error)
+        return None
+    return opened
+
+
+async def _close_run(platform: Platform, run: str, status: RunStatus, result: dict[str, Any] | None) -> None:
+    try:
+        metrics = await platform.metrics()
+        if result is not None:
+            curves = {f"evaluation/{name}": float(result[name]) for name in CURVES}
+            await metrics.log(run, curves, step=result["policy_version"])
+        await metrics.close_run(run, status)
+    except JoyNexusError as error:
+        logger.warning("MLflow run %s was not closed: %s", run, error)
 
 
 @task(task_run_name="release {target.serving}", cache_policy=NO_CACHE)

@@ -50,18 +50,22 @@ class EnvironmentBatch:
         self._store(started, self._observe(started))
         return _copy(self._last)
 
-    def batch_step(self, actions: np.ndarray, next_seeds: Sequence[int | None]) -> dict[str, Any]:
+    def batch_step(
+        self, actions: np.ndarray, next_seeds: Sequence[int | None], every_step: bool = False
+    ) -> dict[str, Any]:
         """Execute a chunk of H actions in each environment, open-loop, until its episode ends.
 
         Args:
             actions: float32 [B, H, A] in environment units; clipped to the bounds here.
             next_seeds: the seed each environment goes on with if its episode ends now; `None`: it becomes idle.
+            every_step: also return what was seen before each action, which costs H − 1 renderings more.
 
         Returns:
             `reward` float32 [B, H] (0 where not valid), `valid` bool [B, H] (that action was executed),
             `terminated`, `truncated` bool [B, H] at the step where it happened, `success` bool [B], `observation`
             after automatic reset, `final_rows` int64 [K] and `final_observation` of the K environments whose
-            episode ended, `busy_s` seconds spent in the simulator.
+            episode ended, `busy_s` seconds spent in the simulator; with `every_step` also `seen`: `images` {camera:
+            uint8 [B, H, h, w, 3]} and `proprioception` float32 [B, H, S] (0 where not valid).
 
         Raises:
             TenantFault: wrong shape or a value that is not finite; nothing was stepped.
@@ -76,9 +80,14 @@ class EnvironmentBatch:
         stepped = [e for e in range(self.num_envs) if not self._idle[e]]
         active = stepped
         ended: list[int] = []
+        seen = self._nothing_seen(shape[1]) if every_step else None
         for h in range(shape[1]):
             if not active:
                 break
+            if seen is not None:
+                before = self._observe(active) if h else _take(self._last, active)
+                for stack, rows in _pairs(seen, before):
+                    stack[active, h] = rows
             result = self._adapter.step(active, actions[active, h])
             reward[active, h], valid[active, h] = self._reward(active, result), True
             terminated[active, h] = result.terminated
@@ -109,6 +118,7 @@ class EnvironmentBatch:
             "final_rows": np.array(ended, np.int64),
             "final_observation": final,
             "busy_s": time.perf_counter() - began,
+            **({} if seen is None else {"seen": seen}),
         }
 
     def expert_episode(self, seed: int, noise: float) -> dict[str, Any]:
@@ -139,8 +149,7 @@ class EnvironmentBatch:
             positions = {name: rows[0] for name, rows in self._adapter.scene_positions([0]).items()}
             action = self._clip(expert.act(positions, memory))
             disturbance = noise * random.standard_normal(action.shape).astype(np.float32)
-            disturbance[list(expert.steady)] = 0
-            moved = self._clip(action + disturbance)
+            moved = self._clip(action + expert.disturbance(action, disturbance))
             result = self._adapter.step([0], moved[None])
             wanted.append(action)
             executed.append(moved)
@@ -203,6 +212,16 @@ class EnvironmentBatch:
         for index, text in zip(indices, observation["instructions"], strict=True):
             self._last["instructions"][index] = text
 
+    def _nothing_seen(self, steps: int) -> Observation:
+        blank = self._blank()
+        return {
+            "images": {
+                name: np.zeros((len(stack), steps, *stack.shape[1:]), stack.dtype)
+                for name, stack in blank["images"].items()
+            },
+            "proprioception": np.zeros((self.num_envs, steps, self._spec["state_width"]), np.float32),
+        }
+
     def _blank(self) -> Observation:
         cameras = self._spec["cameras"] if self._images else []
         return {
@@ -239,6 +258,12 @@ def _take(observation: Observation, rows: Sequence[int]) -> Observation:
         "proprioception": observation["proprioception"][index],
         "instructions": [observation["instructions"][row] for row in rows],
     }
+
+
+def _pairs(kept: Observation, seen: Observation) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Arrays of the same name."""
+    pictures = [(stack, seen["images"][name]) for name, stack in kept["images"].items()]
+    return [*pictures, (kept["proprioception"], seen["proprioception"])]
 
 
 def _copy(observation: Observation) -> Observation:

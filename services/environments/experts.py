@@ -24,10 +24,19 @@ class Expert:
     Attributes:
         act: positions and memory to the action float32 [A] of this step.
         steady: action dimensions that get no noise when demonstrations are disturbed (a gripper would drop things).
+        rests: a step in which it asks for no movement gets none either: the task ends when the robot stands still,
+            which noise alone would prevent.
     """
 
     act: Callable[[Mapping[str, np.ndarray], dict[str, Any]], np.ndarray]
     steady: tuple[int, ...] = ()
+    rests: bool = False
+
+    def disturbance(self, action: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """What of `noise` [A] is added to the `action` [A] that it asks for."""
+        moving = np.ones(len(action), bool)
+        moving[list(self.steady)] = False
+        return np.where(moving & (action[moving].any() or not self.rests), noise, np.float32(0))
 
 
 def reach(positions: Mapping[str, np.ndarray], _memory: dict[str, Any]) -> np.ndarray:
@@ -59,33 +68,51 @@ def push_cube(positions: Mapping[str, np.ndarray], _memory: dict[str, Any]) -> n
     return _towards(gripper, target, _CLOSED)
 
 
+_ANSWER = np.array([1.4, 2.0, 2.0])
+"""By how much more than the way to go is asked for: in one step the arm covers a half of what is asked along x, and a
+third along y and z."""
+_BETWEEN = np.array([0.018, 0.015, 0.017])
+"""Offset of the cube from the gripper, in metres, at which closing the fingers takes hold of it (they open along y)."""
+_LOST = 0.035
+"""A cube farther from the gripper than this, in metres, is not between its fingers."""
+_RESTS = 0.016
+"""So near to its goal, in metres, the cube is held still: the task is done when the robot is at rest."""
+
+
 def pick_cube(positions: Mapping[str, np.ndarray], memory: dict[str, Any]) -> np.ndarray:
-    """PickCube-v1: above the cube, down, close, carry to the goal and rest; float32 [4] of `pd_ee_delta_pos`."""
+    """PickCube-v1: above the cube, down, close, carry to the goal and rest; float32 [4] of `pd_ee_delta_pos`.
+
+    Where the scene is decides; the memory counts the steps since the fingers began to close. A cube that slipped out of
+    them is far from the gripper: they open again, and it is approached anew.
+    """
     gripper, cube, goal = positions["gripper"], positions["object"], positions["goal"]
     offset = cube - gripper
-    across = float(np.hypot(*offset[:2]))
-    if np.linalg.norm(offset) > 0.035:
-        memory["closing"] = 0  # not between the fingers (any more)
-    closing = memory.get("closing", 0)
-    if closing or (across < 0.012 and abs(offset[2]) < 0.012):
-        memory["closing"] = closing + 1
-        if closing < 2:
-            return _towards(gripper, cube, _CLOSED)
-        return _towards(gripper, goal + (gripper - cube), _CLOSED)
-    # A funnel over the cube: the nearer to its axis, the lower.
-    height = 0.0 if across < 0.015 else 0.07
-    return _towards(gripper, cube + np.array([0.0, 0.0, height]), _OPEN)
+    across = np.abs(offset)
+    closed = memory.get("closed", 0)
+    if closed and np.linalg.norm(offset) > _LOST:
+        closed = 0
+    if closed or (across < _BETWEEN).all():
+        memory["closed"] = closed + 1
+        if closed < 2:  # the fingers take two steps, and centre the cube along y themselves
+            return _towards(gripper, np.array([cube[0], gripper[1], cube[2]]), _CLOSED)
+        if np.linalg.norm(goal - cube) < _RESTS:
+            return _towards(gripper, gripper, _CLOSED)
+        return _towards(gripper, gripper + (goal - cube), _CLOSED, _ANSWER)
+    memory["closed"] = 0
+    over = across[0] < 0.022 and across[1] < 0.018
+    # Elsewhere the fingers pass over the cube, not through it.
+    return _towards(gripper, cube + np.array([0.0, 0.0, -0.004 if over else 0.055]), _OPEN, _ANSWER)
 
 
-def _towards(gripper: np.ndarray, target: np.ndarray, fingers: float) -> np.ndarray:
-    move = np.clip((target - gripper) / _REACH_M, -1.0, 1.0)
+def _towards(gripper: np.ndarray, target: np.ndarray, fingers: float, gain: np.ndarray | float = 1.0) -> np.ndarray:
+    move = np.clip((target - gripper) / _REACH_M * gain, -1.0, 1.0)
     return np.array([*move, fingers], np.float32)
 
 
 EXPERTS: dict[str, Expert] = {
     "Reach-v0": Expert(reach),
     "PushCube-v1": Expert(push_cube, steady=(3,)),
-    "PickCube-v1": Expert(pick_cube, steady=(3,)),
+    "PickCube-v1": Expert(pick_cube, steady=(3,), rests=True),
 }
 
 

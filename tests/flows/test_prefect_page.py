@@ -32,7 +32,7 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-FLOWS = ("platform", "train", "preprocess", "sft", "rl", "evaluate", "collect", "pretrain")
+FLOWS = ("platform", "train", "preprocess", "sft", "rl", "evaluate", "collect", "export", "pretrain")
 
 
 def deployments() -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from configs.algorithm import AlgorithmSpec, RolloutSpec
+from configs.data import ColumnsSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.model import ActionModuleSpec, BaseModelSpec, TrainableSpec
 from configs.spec import Spec
@@ -41,6 +42,7 @@ class BackendConfig(Spec):
     sample_count: int
     environment: EnvironmentSpec | None
     dataset: str | None
+    columns: ColumnsSpec | None = None  # of the dataset; None: LeRobot's own names
     evaluation: EvaluationSpec | None
     evaluation_environment: EnvironmentSpec | None
     limits: LimitsSpec

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from configs import seeds
 from configs.algorithm import KINDS_OF_TASK, AlgorithmSpec
+from configs.data import ColumnsSpec
 from configs.model import ActionModuleSpec, TrainableSpec
 from configs.spec import Name, Spec
 
@@ -23,8 +24,21 @@ class DataSpec(Spec):
     """Demonstrations, or recorded episodes with rewards, to learn from."""
 
     dataset: str = Field(
-        min_length=1, description="Name of a dataset of this installation, or absolute path of a LeRobot v3 folder."
+        min_length=1,
+        description="Name of a dataset of this installation, or absolute path of a LeRobot folder.",
     )
+    preset: Name | None = Field(
+        default=None, description="Columns of a published dataset, by preset; None: those declared, else LeRobot's own."
+    )
+    columns: ColumnsSpec | None = Field(
+        default=None, description="Which columns are cameras, state and action, and the sizes that pictures are given."
+    )
+
+    @model_validator(mode="after")
+    def _one_declaration(self) -> Self:
+        if self.preset is not None and self.columns is not None:
+            raise ValueError(f"preset: got {self.preset!r} beside columns; possible: one of them; remove one")
+        return self
 
 
 MOST_RECORDED = 500

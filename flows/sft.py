@@ -31,7 +31,7 @@ async def produce_demonstrations(platform: Platform, tenant: OpenedTenant, flow_
     """Reserve, write the partition, mark ready; prefetch up to the policy's in-flight bound."""
     backend = tenant.backend
     assert backend.dataset is not None
-    dataset = await asyncio.to_thread(LeRobotDataset, Path(backend.dataset))
+    dataset = await asyncio.to_thread(LeRobotDataset, Path(backend.dataset), backend.columns)
     scheduler = await platform.scheduler()
     number = 0
     while True:

@@ -26,10 +26,10 @@ from configs.model import ActionModuleSpec, BaseModelSpec, LoraSpec, PiSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, fitted
+from services.admission_of_data import dataset_path, declared_columns, open_dataset
 from services.admission_of_rl import faults_of_data, faults_of_module
 from services.environments import renderer
 from storage.dataset_names import refuse_existing
-from storage.demonstrations import LeRobotDataset
 from storage.peft_files import read_adapter
 
 T = TypeVar("T")
@@ -77,37 +77,6 @@ class TrainingInterface:
     rewards: bool = True
 
 
-def dataset_path(dataset: str, home: Home) -> Path:
-    """Folder of a dataset: an absolute path as it is, a name under the home's datasets."""
-    path = Path(dataset)
-    return path if path.is_absolute() else home.datasets / dataset
-
-
-def open_dataset(dataset: str, home: Home) -> LeRobotDataset:
-    """The dataset that a workload names.
-
-    Raises:
-        SpecError: if the name is a relative path, or no LeRobot dataset lies there.
-    """
-    if not Path(dataset).is_absolute() and (len(Path(dataset).parts) != 1 or dataset in ("..", ".")):
-        raise SpecError(refusal("data.dataset", dataset, "a dataset's name or an absolute path", "use one of them"))
-    path = dataset_path(dataset, home)
-    if not (path / "meta" / "info.json").is_file():
-        known = sorted(p.name for p in home.datasets.glob("*") if (p / "meta" / "info.json").is_file())
-        raise SpecError(
-            refusal(
-                "data.dataset",
-                dataset,
-                ", ".join(known) or "no dataset yet",
-                "collect it first (flow `collect`) or name its folder",
-            )
-        )
-    try:
-        return LeRobotDataset(path)
-    except DataFault as error:
-        raise SpecError(f"data.dataset: {error}") from None
-
-
 def training_interface(workload: WorkloadSpec, home: Home) -> TrainingInterface:
     """Cameras, state and action of what the workload trains from.
 
@@ -119,13 +88,13 @@ def training_interface(workload: WorkloadSpec, home: Home) -> TrainingInterface:
         turned = tuple(sorted(env.turned_cameras))
         return TrainingInterface(env.cameras, env.state, env.action, f"environment {env.name!r}", turned, env)
     assert workload.data is not None  # WorkloadSpec's own rule
-    dataset = open_dataset(workload.data.dataset, home)
+    dataset = open_dataset(workload.data.dataset, home, declared_columns(workload))
     cameras = tuple(CameraSpec(name=n, height=h, width=w) for n, (h, w) in sorted(dataset.cameras.items()))
     recorded = dataset.provenance.get("turned_cameras")
     return TrainingInterface(
         cameras,
-        dataset.statistics("observation.state"),
-        dataset.statistics("action"),
+        dataset.state_statistics,
+        dataset.action_statistics,
         f"dataset {workload.data.dataset!r}",
         None if recorded is None else tuple(sorted(recorded)),
         rewards=dataset.reward is not None,
@@ -202,6 +171,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         sample_count=algorithm.sample_count,
         environment=environment,
         dataset=str(dataset_path(workload.data.dataset, home)) if workload.data else None,
+        columns=declared_columns(workload),
         evaluation=workload.evaluation,
         evaluation_environment=evaluated_in,
         limits=workload.limits,

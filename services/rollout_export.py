@@ -183,7 +183,7 @@ def _finish(building: Path) -> int:
         name = f"episode-{number:06d}"
         if "seed" in facts:
             name += f"-seed-{facts['seed']}-{'success' if facts['success'] else 'failure'}"
-        write_film(building / FILMS / f"{name}.mp4", side_by_side(list(pictures.values())), dataset.fps)
+        write_film(building / FILMS / f"{name}.mp4", side_by_side(list(pictures.values())), max(round(dataset.fps), 1))
     return dataset.num_episodes
 
 

@@ -149,7 +149,7 @@ def test_sft_from_the_form_to_completed(
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
     below(page, "The tenant; one policy slot a tenant.", "textarea").fill("page")
-    below(page, "Name of a dataset of this installation, or absolute path of a LeRobot v3 folder.", "textarea").fill(
+    below(page, "Name of a dataset of this installation, or absolute path of a LeRobot folder.", "textarea").fill(
         str(dataset)
     )
     below(page, "Training jobs in all (the completion target).", "input").fill("2")

@@ -443,3 +443,77 @@ def test_offline_rl_takes_modules_that_denoise_where_a_policy_gives_them_a_criti
         f"action_module.policy: got None; possible: flow_sde, flow_noise for {module['kind']!r} with task 'rl'; "
         "declare one, in the supervised workload before it too"
     ]
+
+
+def published(folder: Path) -> str:
+    """A dataset with the columns and widths of LIBERO as LeRobot publishes it, at a quarter of its size; its path."""
+    widths = {"cameras": {"image": (64, 64), "image2": (32, 64)}, "state_width": 8, "action_width": 7}
+    with LeRobotWriter(folder, fps=10, version="v2.1", **widths) as writer:
+        pictures = {name: np.zeros((2, h, w, 3), np.uint8) for name, (h, w) in widths["cameras"].items()}
+        writer.add_episode(pictures, np.ones((2, 8), np.float32), np.ones((2, 7), np.float32), "put it there")
+    return str(folder)
+
+
+LIBERO_WIDTHS = {"kind": "oft", "horizon": 1, "action_width": 7, "state_width": 8, "proprioception": "head"}
+
+
+def supervised(data: dict[str, Any], **module: Any) -> WorkloadSpec:
+    changes = {"data": data, "action_module": LIBERO_WIDTHS | module, "evaluation": None}
+    return workload("demos", **changes)
+
+
+def test_columns_of_a_dataset_are_bound_by_preset_or_as_declared(tmp_path: Path) -> None:
+    """The policy knows cameras by the declared names and sizes; what is read by is compiled with it."""
+    path, home = published(tmp_path / "data"), Home(tmp_path)
+    config = admit(supervised({"dataset": path, "preset": "libero"}), home, LAPTOP)
+    assert [(c.name, c.height, c.width) for c in config.policy.cameras] == [
+        ("image", 64, 64),
+        ("wrist_image", 32, 64),
+    ]
+    assert config.columns == presets.columns("libero")
+    own = {"cameras": {"eye": {"key": "observation.images.image2", "height": 48, "width": 48}}}
+    config = admit(supervised({"dataset": path, "columns": own}), home, LAPTOP)
+    assert [(c.name, c.height, c.width) for c in config.policy.cameras] == [("eye", 48, 48)]
+    plain = admit(supervised({"dataset": path}), home, LAPTOP)
+    assert [c.name for c in plain.policy.cameras] == ["image", "image2"]
+    assert plain.columns is None
+    assert plain.policy.schema_signature != config.policy.schema_signature
+
+
+def test_cameras_that_are_not_there_are_refused_with_those_that_are(tmp_path: Path) -> None:
+    path = published(tmp_path / "data")
+    (first, second, third) = refused(supervised({"dataset": path, "preset": "calvin"}), tmp_path)
+    there = "observation.images.image (64 × 64), observation.images.image2 (32 × 64) of dataset data"
+    for fault, name in ((first, "top"), (second, "wrist")):
+        assert fault == (
+            f"data.columns.cameras.{name}.key: got 'observation.images.{name}'; possible: {there}; bind cameras by name"
+        )
+    assert third.startswith("data.columns.state_width: got 15; possible: 8, the width of observation.state in dataset")
+    (fault,) = refused(supervised({"dataset": path, "preset": "bridge"}), tmp_path)
+    assert fault.startswith("data.preset: got 'bridge'; possible: calvin, calvin-absolute, calvin-relative, libero, ")
+
+
+def test_widths_that_are_not_the_datasets_are_refused_at_admission(tmp_path: Path) -> None:
+    path = published(tmp_path / "data")
+    faults = refused(supervised({"dataset": path, "preset": "libero"}, action_width=6, state_width=15), tmp_path)
+    assert [fault.split(" (of")[0] for fault in faults] == [
+        "action_module.state_width: got 15; possible: 8",
+        "action_module.action_width: got 6; possible: 7",
+    ]
+
+
+def test_a_preset_and_columns_of_ones_own_exclude_each_other() -> None:
+    own = {"cameras": {"eye": {"key": "observation.images.image2"}}}
+    with pytest.raises(SpecError, match="preset: got 'libero' beside columns; possible: one of them; remove one"):
+        supervised({"dataset": "d", "preset": "libero", "columns": own})
+
+
+def test_pictures_larger_than_a_policy_takes_are_refused_unless_they_are_resized(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    with LeRobotWriter(path, fps=10, cameras={"top": (8, 1280)}, state_width=8, action_width=7) as writer:
+        vectors = {"state": np.ones((1, 8), np.float32), "action": np.ones((1, 7), np.float32)}
+        writer.add_episode({"top": np.zeros((1, 8, 1280, 3), np.uint8)}, **vectors, task="go")
+    (fault,) = refused(supervised({"dataset": str(path)}), tmp_path)
+    assert fault.startswith("data.columns.cameras: got 'top (8 × 1280)'; possible: up to 1024 pixels a side; declare a")
+    smaller = {"cameras": {"top": {"key": "observation.images.top", "height": 64, "width": 64}}}
+    admit(supervised({"dataset": str(path), "columns": smaller}), Home(tmp_path), LAPTOP)

@@ -13,7 +13,7 @@ from configs.workload import WorkloadSpec
 from flows.workload import run_workload
 from storage.demonstrations import LeRobotDataset
 from tasks.connection import Platform
-from tasks.jobs import build_sft_batch, reserve
+from tasks.jobs import build_sft_batch, demonstrations, reserve
 from tasks.tenants import OpenedTenant
 
 _WAIT_S = 30.0
@@ -32,14 +32,17 @@ async def produce_demonstrations(platform: Platform, tenant: OpenedTenant, flow_
     backend = tenant.backend
     assert backend.dataset is not None
     dataset = await asyncio.to_thread(LeRobotDataset, Path(backend.dataset), backend.columns)
-    scheduler = await platform.scheduler()
-    number = 0
-    while True:
-        reply = await reserve(scheduler, tenant, number, request_id=f"{flow_run_id}-{number}", flow_run_id=flow_run_id)
-        if reply["job"] is None:
-            if reply.get("final"):
-                return
-            await scheduler.wait_admission(backend.policy_key, timeout_s=_WAIT_S)
-            continue
-        number += 1
-        await build_sft_batch(platform, tenant, dataset, reply["job"])
+    with demonstrations(backend, dataset) as stream:
+        scheduler = await platform.scheduler()
+        number = 0
+        while True:
+            reply = await reserve(
+                scheduler, tenant, number, request_id=f"{flow_run_id}-{number}", flow_run_id=flow_run_id
+            )
+            if reply["job"] is None:
+                if reply.get("final"):
+                    return
+                await scheduler.wait_admission(backend.policy_key, timeout_s=_WAIT_S)
+                continue
+            number += 1
+            await build_sft_batch(platform, tenant, stream, reply["job"])

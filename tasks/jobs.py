@@ -14,13 +14,14 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from configs.algorithm import AwrSpec, OfflineSpec, RolloutSpec
+from configs.backend import BackendConfig
 from configs.errors import Conflict, JoyNexusError, LeaseLost, ServiceUnavailable
 from services import lookup
 from services.lookup import Service
 from services.scheduler_records import COMPLETED, TERMINAL, delayed_version
+from storage.demonstration_stream import DemonstrationStream, Source
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore, indexed_instructions
-from storage.sample_order import sample_indices
 from tasks.connection import Platform
 from tasks.leases import leased, renewed
 from tasks.tenants import OpenedTenant
@@ -215,25 +216,36 @@ async def _log_curves(platform: Platform, run: str, curves: dict[str, float], st
 
 @task(task_run_name="demonstrations {job[job_id]}", cache_policy=NO_CACHE)
 async def build_sft_batch(
-    platform: Platform, tenant: OpenedTenant, dataset: LeRobotDataset, job: dict[str, Any]
+    platform: Platform, tenant: OpenedTenant, stream: DemonstrationStream, job: dict[str, Any]
 ) -> None:
-    """Write the partition of a reserved job from a dataset, with returns where RL learns from it; mark it ready."""
+    """Write the partition of a reserved job from demonstrations, with returns where RL learns from them; mark it."""
     async with carried_out(platform, job):
-        await asyncio.to_thread(_put_demonstrations, platform, tenant, dataset, job)
+        await asyncio.to_thread(_put_demonstrations, platform, tenant, stream, job)
     await _hand_on(platform, job, "ready")
 
 
-def _put_demonstrations(platform: Platform, tenant: OpenedTenant, dataset: LeRobotDataset, job: dict[str, Any]) -> None:
+def demonstrations(backend: BackendConfig, dataset: LeRobotDataset) -> DemonstrationStream:
+    """The workload's samples in their order; a job's are the batch of the job's number."""
+    algorithm = backend.algorithm
+    assert isinstance(algorithm, OfflineSpec)
+    return DemonstrationStream(
+        [Source(dataset)],
+        samples=backend.sample_count,
+        horizon=backend.policy.action_module.horizon,
+        seed=algorithm.seed,
+        gamma=algorithm.gamma if isinstance(algorithm, AwrSpec) else None,
+    )
+
+
+def _put_demonstrations(
+    platform: Platform, tenant: OpenedTenant, stream: DemonstrationStream, job: dict[str, Any]
+) -> None:
     backend, algorithm = tenant.backend, tenant.backend.algorithm
     assert isinstance(algorithm, OfflineSpec)
-    start = int(job["metadata"]["batch"]) * job["sample_count"]
-    indices = sample_indices(len(dataset), start, job["sample_count"], algorithm.seed)
-    sample = dataset.sample(indices, backend.policy.action_module.horizon)
+    sample = stream.batch(int(job["metadata"]["batch"]))
     distinct, index = indexed_instructions(sample["instructions"])
     data = {f"image.{name}": image for name, image in sample["images"].items()}
-    data |= {name: sample[name] for name in ("proprioception", "action", "action_is_pad")}
-    if isinstance(algorithm, AwrSpec):
-        data["return"] = dataset.returns(algorithm.gamma)[indices]
+    data |= {k: v for k, v in sample.items() if k not in ("images", "instructions")}
     PartitionStore(platform.home.partitions).put(
         job["partition_id"],
         data | index,

@@ -6,6 +6,7 @@ than a frame's tolerance in a long file.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from configs.errors import DataFault, SpecError, refusal
 
+os.environ.setdefault("SVT_LOG", "1")  # errors; else the AV1 encoder writes a page a file to standard error
 CODECS = {
     "libsvtav1": {"crf": "30", "preset": "10", "svtav1-params": "lp=1"},
     "libx264": {"crf": "20", "preset": "veryfast"},

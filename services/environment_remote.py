@@ -101,7 +101,7 @@ class RemoteHosts:
         self._hosts.discard(host)
         if healthy and host.control.broken is None:
             try:
-                await host.control.call("close", 5.0)
+                await host.control.call("close", _ANSWER_S)
             except EnvironmentFault as error:
                 logger.info("%s", error)
         host.signs.cancel()

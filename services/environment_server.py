@@ -158,7 +158,6 @@ class EnvironmentServer:
     async def _serve_owner(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Requests of who may open a session: one after another, until the connection ends."""
         session_id = f"remote-{secrets.token_hex(6)}"
-        healthy = False
         try:
             while True:
                 body = await self._frame(reader, self._lease_s)
@@ -174,23 +173,23 @@ class EnvironmentServer:
                 except (KeyError, TypeError) as error:
                     logger.warning("%s: %s: %s", op, type(error).__name__, error)
                     reply = error_reply(request_id, SpecError(f"{op}: its fields are not those of the protocol"))
-                healthy = op == "close" and "error" not in reply
                 await _send(writer, encode(reply))
-                if healthy:
+                if op == "close":
                     return
         finally:
-            await self._end(session_id, healthy)
+            await self._end(session_id, healthy=False)
 
     async def _carry_out(self, session_id: str, op: str, fields: dict[str, Any]) -> Any:
         if op == "configure":
             return await self._configure(session_id, **fields)
         if op == "sign":
             return None
+        if op == "close":
+            await self._end(session_id, healthy=True)  # before the reply, so that its place is free by then
+            return None
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownObject(f"{op}: this connection has no session; configure it first")
-        if op == "close":
-            return None
         return await session.host.control.call(op, self._spec.step_timeout_s + _MARGIN_S, **fields)
 
     async def _configure(
@@ -237,7 +236,7 @@ class EnvironmentServer:
         if faults:
             raise SpecError("; ".join(faults))
 
-    async def _end(self, session_id: str, healthy: bool) -> None:
+    async def _end(self, session_id: str, *, healthy: bool) -> None:
         session = self._sessions.pop(session_id, None)
         if session is None:
             return

@@ -3,6 +3,7 @@
 Some simulators fail at the 40th create/close of one process; a process serves 30 sessions and is then replaced.
 """
 
+import asyncio
 import os
 
 import numpy as np
@@ -65,7 +66,7 @@ def test_forty_sessions_in_a_row(environment, images):
             assert len(set(served)) == 2  # 30 sessions, then 10
             assert (await svc.capabilities())["hosts"] == {"max": 1, "in_use": 0, "warm": 1, "waiting": 0}
 
-    run(main())
+    asyncio.run(asyncio.wait_for(main(), 500))  # a ManiSkill host takes long to start on a busy machine
 
 
 def test_forty_sessions_of_an_own_environment(tmp_path):

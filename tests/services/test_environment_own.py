@@ -117,7 +117,9 @@ def test_an_own_environment_runs_and_is_one_tenants_alone(home, monkeypatch):
 def test_a_limit_ends_its_session_alone_and_says_which(home, value, reason):
     async def main():
         async with service(home=str(home.root)) as svc:
-            limited = (await svc.open(request(own(cpu_s=1.0 if value == BUSY else 600.0))))["session_id"]
+            limited = (await svc.open(request(own(cpu_s=1.0 if value == BUSY else 600.0, step_timeout_s=100.0))))[
+                "session_id"
+            ]
             neighbour = (await svc.open(request(own(), tenant_id="bob")))["session_id"]
             await svc.reset(limited, [1, 2])
             await svc.reset(neighbour, [3, 4])

@@ -213,7 +213,10 @@ def test_a_server_of_another_preset_says_in_which_fields():
     run(main())
 
 
-def test_a_step_that_hangs_there_ends_its_session_alone():
+@pytest.mark.parametrize(
+    ("killed", "reason"), [(False, "did not return within 4 s"), (True, "closed the connection|reset by peer")]
+)
+def test_a_step_that_hangs_there_or_whose_host_is_killed_ends_its_session_alone(killed, reason):
     async def main():
         async with server("Faulty-v0") as (port, made), service() as svc:
             bad = await svc.open(request(at(port, "Faulty-v0", step_timeout_s=4.0)))
@@ -225,7 +228,10 @@ def test_a_step_that_hangs_there_ends_its_session_alone():
             result = await svc.batch_step(good["session_id"], action(GO), [None, None])
             # A sign is answered although the host is busy with a direct call.
             await svc._sessions[bad["session_id"]].hosts[0].control.call("sign", 3.0)
-            with pytest.raises(EnvironmentFault, match="did not return within 4 s") as caught:
+            if killed:
+                (session,) = (s for s in made._sessions.values() if s.token == bad["hosts"][0]["token"])
+                os.kill(session.host.pid, signal.SIGKILL)
+            with pytest.raises(EnvironmentFault, match=reason) as caught:
                 await hanging
             await svc.report_fault(bad["session_id"], str(caught.value))
             await until(lambda: in_use(made) == 1)

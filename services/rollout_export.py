@@ -57,7 +57,7 @@ def export_rollout(
     _check_exportable(attributes)
     assert backend.environment is not None
     assert isinstance(backend.algorithm, RolloutSpec)
-    horizon = backend.policy.action_module.horizon
+    horizon = attributes.fields[EXECUTED].shape[1]
     provenance = {
         "source": "rollout",
         "job": job["job_id"],
@@ -150,7 +150,7 @@ def _check_exportable(attributes: PartitionAttributes) -> None:
         raise SpecError(
             refusal(
                 where,
-                "features in the pictures' place",
+                "features in place of pictures",
                 "a partition with pictures",
                 "declare resources.reuse_features: never, or evaluate with `record`",
             )

@@ -216,6 +216,20 @@ def test_an_evaluation_that_a_workload_may_declare_may_be_requested() -> None:
     )
 
 
+def test_what_is_recorded_is_bounded_shown_and_of_one_round() -> None:
+    """500 episodes at most, in a workload as in a request."""
+    declared: dict[str, Any] = {"environment": "reach", "episodes": 500, "first_seed": 0, "record": "kept"}
+    parse(EvaluationSpec, declared, where="e")
+    request = declared | {"targets": ["a"]}
+    parse(EvaluateRequest, request, where="r")
+    for cls, fields in ((EvaluationSpec, declared), (EvaluateRequest, request)):
+        with pytest.raises(SpecError, match="record: got 501 episodes; possible: up to 500; evaluate fewer"):
+            parse(cls, fields | {"episodes": 501}, where="x")
+    for changes in ({"blanked": True}, {"targets": ["a", "b"]}, {"rounds": 2}):
+        with pytest.raises(SpecError, match="possible: one round that shows pictures; leave record out"):
+            parse(EvaluateRequest, request | changes, where="x")
+
+
 def test_sizes_left_out_are_the_published_ones() -> None:
     """StarVLA's QwenOFT and QwenGR00T on Qwen3-VL-4B, openpi's gemma_300m, OpenVLA-OFT's LoRA."""
     widths = {"horizon": 8, "action_width": 7, "state_width": 7, "proprioception": "head"}

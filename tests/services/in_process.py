@@ -21,6 +21,8 @@ class InProcess:
     async def reset(self, seeds: Sequence[int | None]) -> Observation:
         return self._batch.reset(seeds)
 
-    async def batch_step(self, actions: np.ndarray, next_seeds: Sequence[int | None]) -> dict[str, Any]:
-        self.steps.append(self._batch.batch_step(actions, next_seeds))
+    async def batch_step(
+        self, actions: np.ndarray, next_seeds: Sequence[int | None], *, every_step: bool = False
+    ) -> dict[str, Any]:
+        self.steps.append(self._batch.batch_step(actions, next_seeds, every_step))
         return self.steps[-1]

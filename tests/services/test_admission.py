@@ -234,6 +234,15 @@ def test_an_evaluation_of_other_widths_is_refused(tmp_path: Path) -> None:
     ]
 
 
+def test_a_dataset_that_is_there_is_not_recorded_over(tmp_path: Path) -> None:
+    """Told before anything is trained, not by the evaluation at the end."""
+    (tmp_path / "datasets" / "taken").mkdir(parents=True)
+    admit(workload(evaluation__record="free"), Home(tmp_path), LAPTOP)
+    assert refused(workload(evaluation__record="taken"), tmp_path) == [
+        "evaluation.record: got 'taken'; possible: the name of a dataset that is not there yet; choose another name"
+    ]
+
+
 @pytest.mark.usefixtures("more_environments")
 def test_more_cameras_than_the_base_takes_are_refused_and_other_sizes_are_not(tmp_path: Path) -> None:
     one_camera = LAPTOP.model_copy(update={"base_models": ("one-camera",)})

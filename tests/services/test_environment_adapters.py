@@ -97,6 +97,37 @@ def test_a_chunk_equals_its_steps(case):
     assert (chunk["reward"].dtype, chunk["reward"].shape) == (np.float32, (3, 3))
 
 
+def test_what_was_seen_before_each_action_of_a_chunk_is_handed_out_where_it_is_wanted(case):
+    """As step by step, nothing behind an episode's end, and the chunk gives what it gives without."""
+    spec, _ = case
+    batch, actions = _batch(case), _actions(spec, 4)
+    left = spec["max_episode_steps"] - 2
+    still = np.zeros((3, left, spec["action_width"]), np.float32)
+    results = []
+    for every_step in (False, True):
+        batch.reset([1, 2, None])
+        batch.batch_step(still, [None] * 3)
+        results.append(batch.batch_step(actions, [101, None, None], every_step))
+    plain, watched = results
+    assert "seen" not in plain
+    for name in ("reward", "valid", "success", "final_rows"):
+        np.testing.assert_array_equal(plain[name], watched[name])
+    _assert_equal(plain["observation"], watched["observation"])
+    _assert_equal(plain["final_observation"], watched["final_observation"])
+    np.testing.assert_array_equal(watched["valid"], [[True, True, False, False]] * 2 + [[False] * 4])
+    batch.reset([1, 2, None])
+    before = batch.batch_step(still, [None] * 3)["observation"]
+    between = batch.batch_step(actions[:, :1], [None] * 3)["observation"]
+    for h, stepped in enumerate((before, between)):
+        seen = {
+            "images": {name: stack[:, h] for name, stack in watched["seen"]["images"].items()},
+            "proprioception": watched["seen"]["proprioception"][:, h],
+        }
+        _assert_equal(seen, stepped, rows=[0, 1])
+    assert not watched["seen"]["proprioception"][:, 2:].any()
+    assert not watched["seen"]["proprioception"][2].any()
+
+
 def test_truncation_masks_what_follows_and_hands_out_the_true_last_observation(case):
     spec, _ = case
     limit = spec["max_episode_steps"]
@@ -218,7 +249,8 @@ def test_success_in_the_last_allowed_step_is_termination():
         ("reach", 0.0, 20),
         ("reach", 0.3, 20),
         *(pytest.param("pushcube", noise, 5, marks=needs_renderer) for noise in (0.0, 0.2)),
-        pytest.param("pickcube", 0.05, 5, marks=needs_renderer),
+        # Noise throws the cube out of the fingers now and then: it is approached and taken again.
+        *(pytest.param("pickcube", noise, 5, marks=needs_renderer) for noise in (0.0, 0.3)),
     ],
 )
 def test_the_expert_solves_it(name, noise, least):

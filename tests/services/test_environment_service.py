@@ -125,6 +125,25 @@ def test_a_vector_environment_a_host_gives_what_separate_environments_give():
     run(main())
 
 
+def test_hosts_side_by_side_hand_out_what_was_seen_before_each_action():
+    """Three environments of Counter on two hosts, seeds 5, 6, 7: the state is (seed, step)."""
+
+    async def main():
+        async with service() as svc:
+            opened = await svc.open(request(num_envs=3, hosts=2))
+            client = SessionClient.direct(opened)
+            assert [bound.tolist() for bound in client.action_bounds] == [[-1.0], [1.0]]
+            assert client.versions["python"] == sys.version.split()[0]
+            await client.reset([5, 6, 7])
+            result = await client.batch_step(action(GO, 3, 2), [None] * 3, every_step=True)
+            states = [[[seed, 0], [seed, 1]] for seed in (5, 6, 7)]
+            np.testing.assert_array_equal(result["seen"]["proprioception"], states)
+            assert result["seen"]["images"]["front"].shape == (3, 2, 4, 6, 3)
+            client.disconnect()
+
+    run(main())
+
+
 def test_step_is_a_chunk_of_one_and_experts_work_through_the_service():
     async def main():
         async with service() as svc:

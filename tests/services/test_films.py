@@ -22,25 +22,14 @@ from storage.demonstrations import LeRobotDataset
 from storage.episode_spool import EpisodeSpool
 from storage.video import VideoReader
 from tests.services.environment_specs import preset
+from tests.services.in_process import InProcess
 
 REACH = presets.environment("reach")
+BOUNDS = (np.full(2, -1, np.float32), np.full(2, 1, np.float32))
 
 
-class InProcess:
-    """Reach-v0 behind the interface of a session."""
-
-    def __init__(self, num_envs: int) -> None:
-        adapter = make_adapter(preset("reach"), num_envs)
-        self._batch = EnvironmentBatch(preset("reach"), adapter, num_envs, images=True)
-        self.action_bounds = adapter.action_low, adapter.action_high
-
-    async def reset(self, seeds: Sequence[int | None]) -> Observation:
-        return self._batch.reset(seeds)
-
-    async def batch_step(
-        self, actions: np.ndarray, next_seeds: Sequence[int | None], *, every_step: bool = False
-    ) -> dict[str, Any]:
-        return self._batch.batch_step(actions, next_seeds, every_step)
+def session(num_envs: int) -> InProcess:
+    return InProcess(EnvironmentBatch(preset("reach"), make_adapter(preset("reach"), num_envs), num_envs, images=True))
 
 
 def walker(seen: list[np.ndarray]) -> Any:
@@ -57,10 +46,14 @@ def walker(seen: list[np.ndarray]) -> Any:
 
 
 def run(seen: list[np.ndarray], *watchers: Watcher, num_envs: int = 3, seeds: Sequence[int] = range(8)) -> Episodes:
-    session = InProcess(num_envs)
     return asyncio.run(
         run_episodes(
-            walker(seen), session, num_envs=num_envs, seeds=seeds, progress=lambda _a, _b: None, watchers=watchers
+            walker(seen),
+            session(num_envs),
+            num_envs=num_envs,
+            seeds=seeds,
+            progress=lambda _a, _b: None,
+            watchers=watchers,
         )
     )
 
@@ -161,8 +154,7 @@ def test_watching_changes_neither_what_is_seen_nor_what_comes_out(tmp_path: Path
     plain: list[np.ndarray] = []
     watched: list[np.ndarray] = []
     before = run(plain)
-    bounds = InProcess(1).action_bounds
-    after = run(watched, Films(3, REACH.cameras), Recorder(EpisodeSpool(tmp_path), bounds, range(8)))
+    after = run(watched, Films(3, REACH.cameras), Recorder(EpisodeSpool(tmp_path), BOUNDS, range(8)))
     assert before == after
     assert len(plain) == len(watched)
     assert all(np.array_equal(a, b) for a, b in zip(plain, watched, strict=True))
@@ -172,7 +164,7 @@ def test_a_recorded_evaluation_is_a_dataset_of_every_step(tmp_path: Path) -> Non
     """Its rows replayed an action at a time in another environment: the same pictures, states, rewards to the bit."""
     seeds = range(40, 47)
     with recording(tmp_path, "kept") as spool:
-        found = run([], Recorder(spool, InProcess(1).action_bounds, seeds), seeds=seeds)
+        found = run([], Recorder(spool, BOUNDS, seeds), seeds=seeds)
         told = {"source": "test", "policy_version": 7}
         count = write_dataset(tmp_path / "kept", map(spool.get, range(len(seeds))), REACH, told)
     assert list((tmp_path / ".writing").glob("kept.*")) == [tmp_path / ".writing" / "kept.claim"]
@@ -180,7 +172,7 @@ def test_a_recorded_evaluation_is_a_dataset_of_every_step(tmp_path: Path) -> Non
     assert count == dataset.num_episodes == 7
     assert (dataset.fps, dataset.provenance["policy_version"]) == (20, 7)
     assert dataset.reward is not None
-    session = InProcess(1)
+    again = session(1)
     for number, (start, stop) in enumerate(dataset.episode_ranges.tolist()):
         facts = dataset.provenance["episodes"][number]
         assert facts["seed"] == seeds[number]
@@ -189,11 +181,11 @@ def test_a_recorded_evaluation_is_a_dataset_of_every_step(tmp_path: Path) -> Non
         assert stop - start == found.length[number]
         rows = dataset.sample(np.arange(start, stop), 1)
         assert np.abs(rows["action"]).max() <= 1.0, "as the environment executed them"
-        observation = asyncio.run(session.reset([seeds[number]]))
+        observation = asyncio.run(again.reset([seeds[number]]))
         for t in range(stop - start):
             np.testing.assert_array_equal(rows["images"]["top"][t], observation["images"]["top"][0])
             np.testing.assert_array_equal(rows["proprioception"][t], observation["proprioception"][0])
-            step = asyncio.run(session.batch_step(rows["action"][t][None], [None]))
+            step = asyncio.run(again.batch_step(rows["action"][t][None], [None]))
             assert dataset.reward[start + t] == step["reward"][0, 0]
             observation = step["observation"]
         assert bool((step["terminated"] | step["truncated"])[0, 0])

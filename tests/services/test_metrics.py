@@ -12,8 +12,9 @@ import pytest
 from distributed import Client, LocalCluster
 
 import services.metrics
-from configs.errors import Conflict, UnknownObject
+from configs.errors import Conflict, SpecError, UnknownObject
 from services.metrics import MetricsService
+from storage.registry import mlflow_client
 from tests.mlflow_database import migrated_database
 
 PARAMS = {"learning_rate": 1e-3, "base_model": "tiny-qwen3-vl"}
@@ -231,3 +232,23 @@ def test_as_an_actor(uri: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(actor.resolve("models:/actor.sft/1").result().params["w"], PAYLOAD["w"])
         with pytest.raises(UnknownObject, match="possible: 1"):
             actor.resolve("models:/actor.sft/2").result()
+
+
+def test_a_runs_files_lie_in_its_folder_and_nowhere_else(uri: str, tmp_path: Path) -> None:
+    async def story(service: MetricsService) -> None:
+        run = await service.open_run("filmed", "evaluation", {})
+        await service.keep_file(run, "films/first.mp4", b"once")
+        await service.keep_file(run, "films/first.mp4", b"twice")
+        (kept,) = (tmp_path / "mlflow" / "runs").rglob("first.mp4")
+        assert kept.relative_to(tmp_path / "mlflow" / "runs").parts[-3:] == ("artifacts", "films", "first.mp4")
+        assert kept.read_bytes() == b"twice"
+        for path in ("../first.mp4", "films/../../x", "/etc/x", "films//x"):
+            with pytest.raises(SpecError, match="artifact path"):
+                await service.keep_file(run, path, b"no")
+        with pytest.raises(UnknownObject, match="run: got 'gone'"):
+            await service.keep_file("gone", "films/first.mp4", b"no")
+        experiment = mlflow_client(uri).get_experiment_by_name("filmed.evaluation")
+        assert experiment is not None
+        assert await service.experiment_of(run) == experiment.experiment_id
+
+    serve(uri, tmp_path, story)

@@ -38,7 +38,9 @@ class CountingSession:
             "instructions": [f"seed {s}" for s, _ in states],
         }
 
-    async def batch_step(self, actions: np.ndarray, next_seeds: Sequence[int | None]) -> dict[str, Any]:
+    async def batch_step(
+        self, actions: np.ndarray, next_seeds: Sequence[int | None], *, every_step: bool = False
+    ) -> dict[str, Any]:
         shape = actions.shape[:2]
         reward, flags = (
             np.zeros(shape, np.float32),
@@ -177,7 +179,9 @@ def test_fewer_seeds_than_environments_leave_the_others_idle() -> None:
 
 def test_a_simulator_of_garbage_shapes_is_an_environment_fault() -> None:
     class Garbage(CountingSession):
-        async def batch_step(self, actions: np.ndarray, next_seeds: Sequence[int | None]) -> dict[str, Any]:
+        async def batch_step(
+            self, actions: np.ndarray, next_seeds: Sequence[int | None], *, every_step: bool = False
+        ) -> dict[str, Any]:
             return {**await super().batch_step(actions, next_seeds), "reward": np.zeros(3)}
 
     with pytest.raises(EnvironmentFault, match=r"environment.reward: got shape \(3,\); possible: \(1, 1\)"):

@@ -221,11 +221,14 @@ class MonteCarloSpec(Spec):
 
 
 class KlSpec(Spec):
-    """A penalty on the distance from the policy that acted."""
+    """A penalty on the distance from the policy that acted, or from the one that the workload began with."""
 
     coef: float = Field(gt=0)
     # Not k1: its gradient has mean 0 whatever the distance, so as a penalty it only adds noise.
     estimator: Literal["k2", "k3"] = Field(default="k3", description="How one sample estimates the distance.")
+    reference: Literal["behaviour", "reference"] = Field(
+        default="behaviour", description="The policy that acted, or the one that the workload began with."
+    )
 
 
 class DecoupledSpec(Spec):
@@ -249,7 +252,7 @@ class PpoSpec(ClippedSpec):
     value_clip: float | None = Field(
         default=None, gt=0, description="How far a job may move a value before it gains nothing by it; null: any."
     )
-    kl: KlSpec | None = Field(default=None, description="Stay near the policy that acted; null: no penalty.")
+    kl: KlSpec | None = Field(default=None, description="Stay near another policy; null: no penalty.")
     decoupled: DecoupledSpec | None = Field(
         default=None, description="Correct for policies older than the actor; needs actor_forward. Null: no correction."
     )
@@ -297,7 +300,7 @@ class LeaveOneOutSpec(Spec):
 
 
 class GroupKlSpec(KlSpec):
-    """A penalty on the distance from the policy that acted, or from the one that the workload began with."""
+    """The same penalty, on the distance from the policy that the workload began with unless said otherwise."""
 
     reference: Literal["behaviour", "reference"] = Field(
         default="reference", description="The policy that acted, or the one that the workload began with."
@@ -356,6 +359,7 @@ class ReinforceSpec(RolloutSpec):
     )
     value_coef: float = Field(default=0.5, ge=0)
     standardise: bool = Field(default=True, description="Zero mean and unit deviation of a job's advantages.")
+    kl: KlSpec | None = Field(default=None, description="Stay near another policy; null: no penalty.")
 
     @property
     def estimation(self) -> tuple[str, dict[str, Any]]:

@@ -149,14 +149,22 @@ def test_groups_of_episodes_reach_the_loss_and_unfinished_ones_do_not(backbone: 
     assert (trained.version, result["optimizer_steps"]) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "coef"),
+    [
+        ("grpo", {"group_size": 2, "epochs": 1, "kl": {"coef": 0.5}}, 0.5),
+        ("ppo", {"epochs": 1, "value_coef": 0.0, "kl": {"coef": 3.0, "reference": "reference"}}, 3.0),
+        ("reinforce", {"value_coef": 0.0, "kl": {"coef": 2.0, "reference": "reference"}}, 2.0),
+    ],
+)
 def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_checkpoint(
-    backbone: Backbone, tmp_path: Any
+    backbone: Backbone, tmp_path: Any, kind: str, fields: dict[str, Any], coef: float
 ) -> None:
     """First job: 0. Second: mean of (r − 1) − log r, r = π_begun / π, over rows that carry loss; so after a restart.
 
     Reference: the estimate in numpy from the two policies' own log-probabilities, float64.
     """
-    config = rollouts("a", "grpo", group_size=2, epochs=1, kl={"coef": 0.5})
+    config = rollouts("a", kind, **fields)
     begun = slot_of(config)
     data = episodes(backbone, begun, config)
     first, result = trained_alone(backbone, begun, config, data)
@@ -164,11 +172,13 @@ def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_ch
     log_ratio = (
         begun.evaluated(backbone, config, data)["actor_log_prob"].astype(np.float64)
         - first.evaluated(backbone, config, data)["actor_log_prob"]
-    )[data["loss_mask"]]
+    )[data.get("loss_mask", data["valid"])]
     expected = (np.exp(log_ratio) - 1 - log_ratio).mean()
     assert expected > 1e-5
     _, result = trained_alone(backbone, first, config, data)
     assert result["metrics"]["kl"] == pytest.approx(expected, rel=1e-3)
+    told = result["metrics"]
+    assert told["loss"] == pytest.approx(told["policy_loss"] + coef * expected, rel=1e-3)
     first.save(
         tmp_path,
         config.policy_key,
@@ -178,9 +188,22 @@ def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_ch
         },
     )
     restored = PolicySlot.restored(config, tmp_path, None, True)
-    assert restored.num_bytes == first.num_bytes > slot_of(rollouts("a", "grpo", group_size=2)).num_bytes
+    plain = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": None})})
+    assert restored.num_bytes == first.num_bytes > slot_of(plain).num_bytes
     _, again = trained_alone(backbone, restored, config, data)
     assert again["metrics"] == result["metrics"]
+
+
+def test_the_distance_from_the_policy_that_acted_is_another_one(backbone: Backbone) -> None:
+    """What acted found each action 0.1 nats likelier than the slot's policy does: k2 is ½ · 0.1², no copy is kept."""
+    for reference, expected in (("behaviour", 0.005), ("reference", 0.0)):
+        config = rollouts("a", "ppo", epochs=1, kl={"coef": 1.0, "estimator": "k2", "reference": reference})
+        slot = slot_of(config)
+        data = episodes(backbone, slot, config)
+        data["log_prob"] = data["log_prob"] + np.float32(0.1)
+        _, result = trained_alone(backbone, slot, config, data)
+        assert result["metrics"]["kl"] == pytest.approx(expected, abs=1e-6)
+        assert bool(slot.references) == (reference == "reference")
 
 
 def test_reinforce_descends_on_log_probabilities_times_what_the_critic_did_not_expect(backbone: Backbone) -> None:

@@ -112,7 +112,12 @@ class PolicySlot:
         return other
 
     def trained(
-        self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any], feature_bytes: int
+        self,
+        backbone: Backbone,
+        backend: BackendConfig,
+        data: Mapping[str, Any],
+        feature_bytes: int,
+        store: FeatureStore | None = None,
     ) -> tuple[PolicySlot, dict[str, Any]]:
         """A copy of the slot after a job of RL, and what happened; of SFT see `services.training_group`.
 
@@ -123,6 +128,7 @@ class PolicySlot:
             backend: the workload.
             data: fields of the partition, and "instructions", one a row.
             feature_bytes: what may be held of its features, see `JobFeatures`.
+            store: demonstrations' features of earlier epochs, used where the workload lets them be kept.
 
         Returns:
             The copy and {"version", "optimizer_steps", "metrics", "seconds", "checkpoint"}.
@@ -133,7 +139,8 @@ class PolicySlot:
         begun, algorithm = time.perf_counter(), backend.algorithm
         slot = self.copied()
         if isinstance(algorithm, AwrSpec):
-            features = slot.job_features(backbone, data, feature_bytes)
+            kept = None if store is None else slot.kept(store, backend)
+            features = slot.job_features(backbone, data, feature_bytes, kept=kept)
             metrics = slot._advantage_weighted(features, backend.policy_key, algorithm, data)
         else:
             assert isinstance(algorithm, RolloutSpec)
@@ -264,20 +271,30 @@ class PolicySlot:
         return {name: torch.from_numpy(data[name]) for name in self.config.action_module.trace}
 
     def _features(
-        self, backbone: Backbone, data: Mapping[str, Any], rows: slice | Tensor, module: ActionModule | None = None
+        self,
+        backbone: Backbone,
+        data: Mapping[str, Any],
+        rows: slice | Tensor,
+        module: ActionModule | None = None,
+        kept: KeptFeatures | None = None,
     ) -> VLAFeature:
         """Of these rows, for the slot's module or another; of one with an adapter in the caller's gradient mode."""
-        (found,) = answered(backbone, [ask(backbone, self._interface, module or self.module, data, rows)])
+        (found,) = answered(backbone, [ask(backbone, self._interface, module or self.module, data, rows, kept)])
         if isinstance(found, JoyNexusError):
             raise found
         return found
 
     def job_features(
-        self, backbone: Backbone, data: Mapping[str, Any], max_bytes: int, module: ActionModule | None = None
+        self,
+        backbone: Backbone,
+        data: Mapping[str, Any],
+        max_bytes: int,
+        module: ActionModule | None = None,
+        kept: KeptFeatures | None = None,
     ) -> JobFeatures:
-        """Of all rows, for the slot's module or another."""
+        """Of all rows, for the slot's module or another; `kept` ones of earlier epochs are not computed again."""
         module = module or self.module
-        encode = functools.partial(self._features, backbone, data, module=module)
+        encode = functools.partial(self._features, backbone, data, module=module, kept=kept)
         return JobFeatures(encode, backbone, self._interface, module, data, max_bytes)
 
     def ask(

@@ -315,6 +315,28 @@ def test_offline_rl_learns_the_better_of_two_recorded_actions(backbone: Backbone
         assert means[1] > 0.3, "towards +½"
 
 
+def test_offline_rl_keeps_what_the_base_computed_of_its_dataset(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs over the same 8 samples: one forward with a store, one a job without; the same parameters."""
+    config, forwards, ends = awr(passes=2), [0], []
+    encode = backbone.encode
+
+    def counted(*given: Any) -> Any:
+        forwards[-1] += 1
+        return encode(*given)
+
+    monkeypatch.setattr(backbone, "encode", counted)
+    for store in (FeatureStore(64 << 20), None):
+        slot = slot_of(config)
+        for _ in range(2):
+            slot, _ = trained_alone(backbone, slot, config, samples(8) | recorded(config, 8), store)
+        ends.append(slot.parameters())
+        forwards.append(0)
+    assert forwards == [1, 2, 0]
+    assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
 def test_a_dataset_in_which_all_is_padding_teaches_nothing(backbone: Backbone) -> None:
     config = awr()
     data = recorded(config, 8) | {"action_is_pad": np.ones((8, 1), bool)}

@@ -144,7 +144,7 @@ class PolicySlot:
             metrics = slot._advantage_weighted(features, backend.policy_key, algorithm, data)
         else:
             assert isinstance(algorithm, RolloutSpec)
-            metrics = slot._policy_gradient(backbone, backend.policy_key, algorithm, data, feature_bytes)
+            metrics = slot._policy_gradient(backbone, backend, algorithm, data, feature_bytes)
         return slot, slot.advanced(self, backend.policy_key, metrics, time.perf_counter() - begun)
 
     def advanced(
@@ -175,10 +175,15 @@ class PolicySlot:
     def evaluated(
         self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any], feature_bytes: int = HELD_BYTES
     ) -> dict[str, np.ndarray]:
-        """`actor_log_prob` [n, H] and `actor_value` [n] of the partition's actions under the current parameters."""
-        del backend  # any RL algorithm asks for the same two columns
+        """Of the partition's actions under the current parameters: `actor_log_prob` float32 [n, H] and `actor_value`
+        float32 [n]; and `actor_version` int64 [n], which these parameters are."""
+        del backend  # any RL algorithm asks for the same columns
         found = self._scored(self.module.eval(), backbone, data, feature_bytes)
-        return {"actor_log_prob": found.log_prob.numpy(), "actor_value": found.value.numpy()}
+        return {
+            "actor_log_prob": found.log_prob.numpy(),
+            "actor_value": found.value.numpy(),
+            "actor_version": np.full(len(found.value), self.version, np.int64),
+        }
 
     def _scored(self, module: ActionModule, backbone: Backbone, data: Mapping[str, Any], max_bytes: int) -> Evaluation:
         """What `module`, of this tenant's interface, says of the partition's actions; without gradient."""
@@ -235,12 +240,16 @@ class PolicySlot:
     def _policy_gradient(
         self,
         backbone: Backbone,
-        policy_key: str,
+        backend: BackendConfig,
         algorithm: RolloutAlgorithm,
         data: Mapping[str, Any],
         feature_bytes: int,
     ) -> dict[str, float]:
+        policy_key = backend.policy_key
         log_prob, value = _estimated_from(algorithm)
+        if algorithm.recomputes and (data["actor_version"] != self.version).any():
+            # The tenant's fine-tuning trained the slot since, or a checkpoint was restored: this is another actor.
+            data = {**data, **self.evaluated(backbone, backend, data, feature_bytes)}
         if algorithm.asks_critic:
             valid = np.asarray(data["valid"], bool) & np.asarray(data["sample_valid"], bool)[:, None]
         else:  # of episodes that were compared, and no others
@@ -371,6 +380,8 @@ def training_fields(backend: BackendConfig) -> list[str]:
         return [*images, "proprioception", "action", "action_is_pad", *returns]
     log_prob, value = _estimated_from(algorithm)
     names = dict.fromkeys([log_prob, value] if algorithm.asks_critic else [log_prob])
+    if algorithm.recomputes:
+        names["actor_version"] = None
     if _asks_for_behaviour(algorithm):
         names["log_prob"] = None
     derived = ["advantage", "return", "valid", "sample_valid"] if algorithm.asks_critic else ["advantage", "loss_mask"]

@@ -206,6 +206,22 @@ def test_the_distance_from_the_policy_that_acted_is_another_one(backbone: Backbo
         assert bool(slot.references) == (reference == "reference")
 
 
+def test_ratios_are_against_the_actor_that_the_update_begins_from(backbone: Backbone) -> None:
+    """Recomputed by version 0, trained on version 1 in one step: the ratio is 1, as with a new forward."""
+    config = rollouts("a", "ppo", epochs=1, actor_forward=True, decoupled={})
+    begun = slot_of(config)
+    data = episodes(backbone, begun, config)
+    moved, _ = trained_alone(backbone, begun, config, data)
+    assert (data["actor_version"].tolist(), moved.version) == ([0] * 8, 1)
+    now = moved.evaluated(backbone, config, data)
+    assert np.abs(now["actor_log_prob"] - data["actor_log_prob"]).max() > 1e-3
+    late, result = trained_alone(backbone, moved, config, data)
+    assert result["metrics"]["ratio_max"] == pytest.approx(1, abs=1e-5)
+    fresh, expected = trained_alone(backbone, moved, config, data | now)
+    assert expected["metrics"] == result["metrics"]
+    assert all(np.array_equal(late.parameters()[name], p) for name, p in fresh.parameters().items())
+
+
 def test_reinforce_descends_on_log_probabilities_times_what_the_critic_did_not_expect(backbone: Backbone) -> None:
     """−mean of (G − V) log π over all 8 rows, with γ = 1 and advantages as they are; one pass, whatever the module.
 
@@ -241,11 +257,15 @@ def test_a_job_with_nothing_to_learn_from_leaves_version_and_random_state(backbo
         ("ppo", {}, {"log_prob", "value", "advantage", "return", "valid", "sample_valid"}),
         ("reinforce", {}, {"log_prob", "value", "advantage", "return", "valid", "sample_valid"}),
         ("grpo", {"group_size": 2}, {"log_prob", "advantage", "loss_mask"}),
-        ("grpo", {"group_size": 2, "actor_forward": True}, {"actor_log_prob", "advantage", "loss_mask"}),
+        (
+            "grpo",
+            {"group_size": 2, "actor_forward": True},
+            {"actor_log_prob", "actor_version", "advantage", "loss_mask"},
+        ),
         (
             "grpo",
             {"group_size": 2, "actor_forward": True, "kl": {"coef": 0.1, "reference": "behaviour"}},
-            {"actor_log_prob", "log_prob", "advantage", "loss_mask"},
+            {"actor_log_prob", "actor_version", "log_prob", "advantage", "loss_mask"},
         ),
     ],
 )

@@ -25,7 +25,7 @@ from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules
 from kernels.action_modules import ActionModule, Evaluation
 from kernels.advantage_weighted import awr_update
-from kernels.advantages import ESTIMATORS, group_counts
+from kernels.advantages import ESTIMATORS, executed, group_counts
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature
 from kernels.lora import load_peft
@@ -250,10 +250,8 @@ class PolicySlot:
         if algorithm.recomputes and (data["actor_version"] != self.version).any():
             # The tenant's fine-tuning trained the slot since, or a checkpoint was restored: this is another actor.
             data = {**data, **self.evaluated(backbone, backend, data, feature_bytes)}
-        if algorithm.asks_critic:
-            valid = np.asarray(data["valid"], bool) & np.asarray(data["sample_valid"], bool)[:, None]
-        else:  # of episodes that were compared, and no others
-            valid = np.asarray(data["loss_mask"], bool)
+        # The actions that advantages were estimated of; without a critic those of episodes that were compared, too.
+        valid = executed(data) if algorithm.asks_critic else np.asarray(data["loss_mask"], bool)
         settings, reference = update_settings(algorithm), self.references.get(policy_key)
         compared = None if reference is None else self._scored(reference, backbone, data, feature_bytes).log_prob
         return policy_gradient_update(
@@ -384,7 +382,8 @@ def training_fields(backend: BackendConfig) -> list[str]:
         names["actor_version"] = None
     if _asks_for_behaviour(algorithm):
         names["log_prob"] = None
-    derived = ["advantage", "return", "valid", "sample_valid"] if algorithm.asks_critic else ["advantage", "loss_mask"]
+    of_critic = ["advantage", "return", "valid", "terminated", "truncated", "sample_valid"]
+    derived = of_critic if algorithm.asks_critic else ["advantage", "loss_mask"]
     return [*images, "proprioception", *backend.policy.action_module.trace, *names, *derived]
 
 

@@ -251,11 +251,51 @@ def test_a_job_with_nothing_to_learn_from_leaves_version_and_random_state(backbo
     assert torch.equal(trained.generator.get_state(), slot.generator.get_state())
 
 
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_what_a_chunk_holds_after_its_episodes_end_carries_no_loss(backbone: Backbone, end: str) -> None:
+    """Chunks of 4 that ended with their first action, whatever `valid` says: as if it said so. The other three are
+    50 nats likelier than recorded, a ratio of e⁵⁰ if they counted. V learns the return, by hand the first reward."""
+    config = backend("a", "rl", horizon=4)
+    algorithm = config.algorithm.model_copy(update={"epochs": 1, "microbatch_size": 8})
+    config = config.model_copy(update={"algorithm": algorithm})
+    slot, (seen, generator) = slot_of(config), (observation(8, 3), np.random.default_rng(4))
+    first = np.arange(4) == np.zeros((8, 1))
+    data = {
+        "image.top": seen["images"]["top"],
+        "proprioception": seen["proprioception"],
+        "instructions": seen["instructions"],
+        "action": generator.normal(size=(8, 4, 2)).astype(np.float32),
+        "reward": generator.normal(size=(8, 4)).astype(np.float32),
+        "terminated": np.zeros((8, 4), bool),
+        "truncated": np.zeros((8, 4), bool),
+        end: first,
+        "valid": np.ones((8, 4), bool),
+        "sample_valid": np.ones(8, bool),
+        "bootstrap_value": np.zeros(8, np.float32),
+        "next_value": np.zeros(8, np.float32),
+    }
+    found = slot.evaluated(backbone, config, data)
+    data["log_prob"] = np.where(first, found["actor_log_prob"], found["actor_log_prob"] - 50)
+    data["value"] = found["actor_value"]
+    data |= advantages({name: data[name] for name in advantage_fields(config)}, config.algorithm)
+    trained, result = trained_alone(backbone, slot, config, data)
+    metrics = result["metrics"]
+    assert (metrics["ratio_max"], metrics["clip_fraction"]) == (pytest.approx(1, abs=1e-4), 0)
+    expected = 0.5 * np.square(data["value"].astype(np.float64) - data["reward"][:, 0]).mean()
+    assert metrics["value_loss"] == pytest.approx(expected, rel=1e-4)
+    masked, also = trained_alone(backbone, slot, config, data | {"valid": first})
+    assert also["metrics"] == metrics
+    assert all(np.array_equal(trained.parameters()[name], p) for name, p in masked.parameters().items())
+
+
+EXECUTED = {"valid", "terminated", "truncated", "sample_valid"}
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "read"),
     [
-        ("ppo", {}, {"log_prob", "value", "advantage", "return", "valid", "sample_valid"}),
-        ("reinforce", {}, {"log_prob", "value", "advantage", "return", "valid", "sample_valid"}),
+        ("ppo", {}, {"log_prob", "value", "advantage", "return", *EXECUTED}),
+        ("reinforce", {}, {"log_prob", "value", "advantage", "return", *EXECUTED}),
         ("grpo", {"group_size": 2}, {"log_prob", "advantage", "loss_mask"}),
         (
             "grpo",

@@ -69,6 +69,8 @@ class SftSpec(OfflineSpec):
 class AwrSpec(OfflineSpec):
     """Advantage-weighted regression on recorded rewards (Peng et al. 2019): each action counts exp(advantage / β).
 
+    By the action, not by the chunk: there is no ratio whose granularity could be declared.
+
     Offline RL: task `rl` with `data`, a dataset that holds rewards, in place of `environment`. A critic learns the
     returns beside it; the advantage is the return less what the critic says. Modules that denoise weigh their
     flow-matching error in the log-probability's place.

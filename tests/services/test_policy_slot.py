@@ -162,7 +162,8 @@ def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_ch
 ) -> None:
     """First job: 0. Second: mean of (r − 1) − log r, r = π_begun / π, over rows that carry loss; so after a restart.
 
-    Reference: the estimate in numpy from the two policies' own log-probabilities, float64.
+    What acted in the second is a third policy, 0.3 nats away. Reference: the estimate in numpy from the two policies'
+    own log-probabilities, float64.
     """
     config = rollouts("a", kind, **fields)
     begun = slot_of(config)
@@ -175,6 +176,7 @@ def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_ch
     )[data.get("loss_mask", data["valid"])]
     expected = (np.exp(log_ratio) - 1 - log_ratio).mean()
     assert expected > 1e-5
+    data["log_prob"] = data["log_prob"] - np.float32(0.3)
     _, result = trained_alone(backbone, first, config, data)
     assert result["metrics"]["kl"] == pytest.approx(expected, rel=1e-3)
     told = result["metrics"]
@@ -220,6 +222,40 @@ def test_ratios_are_against_the_actor_that_the_update_begins_from(backbone: Back
     fresh, expected = trained_alone(backbone, moved, config, data | now)
     assert expected["metrics"] == result["metrics"]
     assert all(np.array_equal(late.parameters()[name], p) for name, p in fresh.parameters().items())
+
+
+@pytest.mark.parametrize(
+    ("baseline", "advantage"),
+    [({"kind": "leave_one_out"}, 3.0), ({"kind": "group_mean", "scale": "none"}, 1.5), ({"kind": "group_mean"}, 1.0)],
+    ids=["rloo", "unscaled", "grpo"],
+)
+def test_a_groups_baseline_is_the_declared_one(backbone: Backbone, baseline: dict[str, Any], advantage: float) -> None:
+    """Outcomes 3 and 0: less the other's ±3, less the mean ±1.5, by the deviation of 1.5 ±1. Five rows carry loss, of
+    which one won, two lost, two have no rival: −(A − A − A) / 5, with ratios of 1."""
+    config = rollouts("a", "grpo", group_size=2, epochs=1, baseline=baseline)
+    slot = slot_of(config)
+    data = episodes(backbone, slot, config)
+    data["reward"][0] = 3
+    data |= advantages({name: data[name] for name in advantage_fields(config)}, config.algorithm)
+    assert data["advantage"][:, 0].tolist() == [advantage, -advantage, 0, -advantage, 0, 0, 0, 0]
+    _, result = trained_alone(backbone, slot, config, data)
+    assert result["metrics"]["policy_loss"] == pytest.approx(advantage / 5, abs=1e-6)
+
+
+def test_reinforce_takes_the_declared_steps_of_reward_and_no_baseline(backbone: Backbone) -> None:
+    """Two decisions, γ = 1, then V = 2, or 3 after the truncation. Environment 0 (rows 0, 2, 4, 6): 1 and its end;
+    0 + 0 + 2; 0 + 0 + 2; 0 + 2. Environment 1: 0 + 0 + 3; 0 + 3; 0 + 5 and its end; 5. The loss is −mean of G log π."""
+    estimator = {"kind": "n_step", "n_steps": 2, "value_baseline": False}
+    config = rollouts("a", "reinforce", gamma=1.0, standardise=False, estimator=estimator)
+    slot = slot_of(config)
+    data = episodes(backbone, slot, config)
+    data["next_value"][:], data["bootstrap_value"][3] = 2, 3
+    data |= advantages({name: data[name] for name in advantage_fields(config)}, config.algorithm)
+    returns = np.array([1, 3, 2, 3, 2, 5, 2, 5], np.float64)
+    assert data["return"].tolist() == returns.tolist()
+    _, result = trained_alone(backbone, slot, config, data)
+    assert result["metrics"]["policy_loss"] == pytest.approx(-(returns * data["log_prob"][:, 0]).mean(), rel=1e-4)
+    assert result["metrics"]["value_loss"] == pytest.approx(0.5 * ((data["value"] - returns) ** 2).mean(), rel=1e-4)
 
 
 def test_reinforce_descends_on_log_probabilities_times_what_the_critic_did_not_expect(backbone: Backbone) -> None:

@@ -69,6 +69,8 @@ class SftSpec(OfflineSpec):
 class AwrSpec(OfflineSpec):
     """Advantage-weighted regression on recorded rewards (Peng et al. 2019): each action counts exp(advantage / β).
 
+    By the action, not by the chunk: there is no ratio whose granularity could be declared.
+
     Offline RL: task `rl` with `data`, a dataset that holds rewards, in place of `environment`. A critic learns the
     returns beside it; the advantage is the return less what the critic says. Modules that denoise weigh their
     flow-matching error in the log-probability's place.
@@ -221,11 +223,14 @@ class MonteCarloSpec(Spec):
 
 
 class KlSpec(Spec):
-    """A penalty on the distance from the policy that acted."""
+    """A penalty on the distance from the policy that acted, or from the one that the workload began with."""
 
     coef: float = Field(gt=0)
     # Not k1: its gradient has mean 0 whatever the distance, so as a penalty it only adds noise.
     estimator: Literal["k2", "k3"] = Field(default="k3", description="How one sample estimates the distance.")
+    reference: Literal["behaviour", "reference"] = Field(
+        default="behaviour", description="The policy that acted, or the one that the workload began with."
+    )
 
 
 class DecoupledSpec(Spec):
@@ -249,7 +254,7 @@ class PpoSpec(ClippedSpec):
     value_clip: float | None = Field(
         default=None, gt=0, description="How far a job may move a value before it gains nothing by it; null: any."
     )
-    kl: KlSpec | None = Field(default=None, description="Stay near the policy that acted; null: no penalty.")
+    kl: KlSpec | None = Field(default=None, description="Stay near another policy; null: no penalty.")
     decoupled: DecoupledSpec | None = Field(
         default=None, description="Correct for policies older than the actor; needs actor_forward. Null: no correction."
     )
@@ -297,7 +302,7 @@ class LeaveOneOutSpec(Spec):
 
 
 class GroupKlSpec(KlSpec):
-    """A penalty on the distance from the policy that acted, or from the one that the workload began with."""
+    """The same penalty, on the distance from the policy that the workload began with unless said otherwise."""
 
     reference: Literal["behaviour", "reference"] = Field(
         default="reference", description="The policy that acted, or the one that the workload began with."
@@ -356,6 +361,7 @@ class ReinforceSpec(RolloutSpec):
     )
     value_coef: float = Field(default=0.5, ge=0)
     standardise: bool = Field(default=True, description="Zero mean and unit deviation of a job's advantages.")
+    kl: KlSpec | None = Field(default=None, description="Stay near another policy; null: no penalty.")
 
     @property
     def estimation(self) -> tuple[str, dict[str, Any]]:

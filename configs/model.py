@@ -84,6 +84,11 @@ class _ModuleSpec(Spec):
         return bool(self.trace)
 
     @property
+    def learns_deviation(self) -> bool:
+        """Whether parameters decide how widely it acts about its mean, so that an entropy bonus has a gradient."""
+        return self.learns_by_rl
+
+    @property
     def architecture(self) -> str:
         """All that decides how a chunk is decoded, parameters apart; modules of one on one base decode together."""
         return self.model_dump_json(exclude=set(self.not_decoding))
@@ -155,6 +160,7 @@ class LoraSpec(_OftHeadSpec):
 class _FlowPolicySpec(Spec):
     """The value head that every stochastic flow policy has: an MLP on the base's N action tokens and the state."""
 
+    learned_deviation: ClassVar[bool]
     value_width: int = Field(default=256, gt=0, description="Width of the value head's MLP.")
     value_blocks: int = Field(default=2, ge=0, description="Its residual blocks.")
 
@@ -162,6 +168,7 @@ class _FlowPolicySpec(Spec):
 class FlowSdeSpec(_FlowPolicySpec):
     """One denoising step a chunk, chosen at random, is stochastic, with the flow's marginals (π_RL, Flow-GRPO)."""
 
+    learned_deviation: ClassVar[bool] = False
     kind: Literal["flow_sde"] = "flow_sde"
     noise_level: float = Field(
         default=0.5, gt=0, le=4, description="a of the deviation a · √(t / (1 − t)), t from 1 (noise) to 0 (action)."
@@ -171,6 +178,7 @@ class FlowSdeSpec(_FlowPolicySpec):
 class FlowNoiseSpec(_FlowPolicySpec):
     """Every denoising step is stochastic, with a learned deviation (π_RL)."""
 
+    learned_deviation: ClassVar[bool] = True
     kind: Literal["flow_noise"] = "flow_noise"
     least_deviation: float = Field(default=0.05, gt=0, description="Of one step, in normalised action units.")
     most_deviation: float = Field(default=0.3, gt=0, description="Likewise; the learned one lies between.")
@@ -209,6 +217,11 @@ class _FlowModuleSpec(_ModuleSpec):
         if self.policy is None:
             return ()
         return ("chain", "denoising_step") if self.policy.kind == "flow_sde" else ("chain",)
+
+    @property
+    def learns_deviation(self) -> bool:
+        """Of Flow-Noise alone: the deviation of Flow-SDE is a function of the denoising step."""
+        return self.policy is not None and self.policy.learned_deviation
 
 
 class Gr00tSpec(_FlowModuleSpec):

@@ -108,7 +108,9 @@ class LimitsSpec(Spec):
         le=64,
         description="Jobs reserved and not terminal (prefetch depth); 1 + delay if one is declared.",
     )
-    max_active_rollouts: int = Field(default=1, gt=0, le=16, description="Rollouts of this tenant at one time.")
+    max_active_rollouts: int = Field(
+        default=1, gt=0, le=16, description="Rollouts of this tenant at one time; 1 where nothing is rolled out."
+    )
 
 
 class ResourcesSpec(Spec):
@@ -189,4 +191,11 @@ class WorkloadSpec(Spec):
             raise ValueError(f"data: {which} needs data and takes no environment; set data, remove environment")
         if self.algorithm.collects and (self.environment is None or self.data is not None):
             raise ValueError(f"environment: {which} needs environment and takes no data; set environment, remove data")
+        # By its value: a declaration that was written out in full names all fields.
+        rollouts = self.limits.max_active_rollouts
+        if not self.algorithm.collects and rollouts > 1:
+            raise ValueError(
+                f"limits.max_active_rollouts: got {rollouts}; possible: 1 with {which}, which rolls nothing out; "
+                "leave it out"
+            )
         return self

@@ -30,7 +30,8 @@ def awr_update(
 
     The advantage of a chunk is its return less the critic's value of that moment, without gradient. So critic and
     policy learn together, where Peng et al. (2019, algorithm 1) fit the critic first in each of their iterations.
-    A microbatch without a valid element makes no step, and a job without one none at all.
+    An element is an action, never a chunk: a chunk's error would grow with its length, and there is no ratio to bound
+    it. A microbatch without a valid element makes no step, and a job without one none at all.
 
     Args:
         module: trained in place.

@@ -6,11 +6,12 @@ Legend: n samples, H horizon.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.algorithm import GrpoSpec, PpoSpec, ReinforceSpec, RolloutAlgorithm
+from configs.algorithm import GrpoSpec, KlSpec, PpoSpec, ReinforceSpec, RolloutAlgorithm
 from kernels.action_modules import ActionModule, Trace
 from kernels.advantages import Moments, standardise
 from kernels.losses import Coefficients, explained_variance, policy_gradient, ppo_counts
@@ -19,7 +20,7 @@ from kernels.updates import Encode, Optimizer
 
 def ppo_coefficients(algorithm: PpoSpec) -> Coefficients:
     """The terms of the loss that a PPO workload declares."""
-    kl, decoupled = algorithm.kl, algorithm.decoupled
+    decoupled = algorithm.decoupled
     return Coefficients(
         granularity=algorithm.log_prob_granularity,
         clip_low=algorithm.clip_coef,
@@ -29,23 +30,19 @@ def ppo_coefficients(algorithm: PpoSpec) -> Coefficients:
         value_coef=algorithm.value_coef,
         value_clip=algorithm.value_clip,
         entropy_coef=algorithm.entropy_coef,
-        kl_coef=None if kl is None else kl.coef,
-        kl_estimator="k3" if kl is None else kl.estimator,
+        **_penalty(algorithm.kl),
     )
 
 
 def grpo_coefficients(algorithm: GrpoSpec) -> Coefficients:
     """The terms of the loss that a GRPO workload declares: no critic."""
-    kl = algorithm.kl
     return Coefficients(
         granularity=algorithm.log_prob_granularity,
         clip_low=algorithm.clip_coef,
         clip_high=algorithm.clip_coef if algorithm.clip_high is None else algorithm.clip_high,
         dual_clip=algorithm.dual_clip,
         entropy_coef=algorithm.entropy_coef,
-        kl_coef=None if kl is None else kl.coef,
-        kl_reference="behaviour" if kl is None else kl.reference,
-        kl_estimator="k3" if kl is None else kl.estimator,
+        **_penalty(algorithm.kl),
     )
 
 
@@ -55,7 +52,14 @@ def reinforce_coefficients(algorithm: ReinforceSpec) -> Coefficients:
         granularity=algorithm.log_prob_granularity,
         value_coef=algorithm.value_coef,
         entropy_coef=algorithm.entropy_coef,
+        **_penalty(algorithm.kl),
     )
+
+
+def _penalty(kl: KlSpec | None) -> dict[str, Any]:
+    if kl is None:
+        return {}
+    return {"kl_coef": kl.coef, "kl_reference": kl.reference, "kl_estimator": kl.estimator}
 
 
 @dataclass(frozen=True)

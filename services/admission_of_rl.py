@@ -20,6 +20,12 @@ def faults_of_module(workload: WorkloadSpec) -> Iterator[Fault]:
     if workload.task == "rl" and not module.learns_by_rl:
         possible = f"flow_sde, flow_noise for {module.kind!r} with task 'rl'"
         yield "action_module.policy", None, possible, "declare one, in the supervised workload before it too"
+        return
+    entropy_coef = workload.algorithm.entropy_coef if isinstance(workload.algorithm, RolloutSpec) else 0
+    if entropy_coef and not module.learns_deviation:
+        policy = f"the policy of {module.kind!r}, whose deviation is not learned: its entropy is a constant"
+        remedy = "leave it out, or declare policy flow_noise"
+        yield "algorithm.entropy_coef", entropy_coef, f"0 with {policy}", remedy
 
 
 def faults_of_data(

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.algorithm import SftSpec
 from configs.backend import BackendConfig
 from configs.model import BaseModelSpec, Part
 from configs.signature import prefix_key
@@ -32,10 +31,10 @@ def scope_of(backend: BackendConfig) -> str | None:
     """The scope that a workload's features are kept in and found in: its tenant's own, or that of all that share.
 
     None where none are kept: for rollouts, whose features travel with them, where the workload says so, and where the
-    module changes the base.
+    module changes the base. Whatever is learned from a dataset, its samples come again.
     """
     reuse = backend.resources.reuse_features
-    if reuse == "never" or backend.policy.action_module.inside_base or not isinstance(backend.algorithm, SftSpec):
+    if reuse == "never" or backend.policy.action_module.inside_base or backend.algorithm.collects:
         return None
     return SHARED if reuse == "shared" else backend.policy.tenant
 

@@ -25,7 +25,7 @@ from configs.errors import Conflict, JoyNexusError, TenantFault, refusal
 from kernels import action_modules
 from kernels.action_modules import ActionModule, Evaluation
 from kernels.advantage_weighted import awr_update
-from kernels.advantages import ESTIMATORS, group_counts
+from kernels.advantages import ESTIMATORS, executed, group_counts
 from kernels.backbones import Backbone
 from kernels.features import VLAFeature
 from kernels.lora import load_peft
@@ -112,7 +112,12 @@ class PolicySlot:
         return other
 
     def trained(
-        self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any], feature_bytes: int
+        self,
+        backbone: Backbone,
+        backend: BackendConfig,
+        data: Mapping[str, Any],
+        feature_bytes: int,
+        store: FeatureStore | None = None,
     ) -> tuple[PolicySlot, dict[str, Any]]:
         """A copy of the slot after a job of RL, and what happened; of SFT see `services.training_group`.
 
@@ -123,6 +128,7 @@ class PolicySlot:
             backend: the workload.
             data: fields of the partition, and "instructions", one a row.
             feature_bytes: what may be held of its features, see `JobFeatures`.
+            store: demonstrations' features of earlier epochs, used where the workload lets them be kept.
 
         Returns:
             The copy and {"version", "optimizer_steps", "metrics", "seconds", "checkpoint"}.
@@ -133,11 +139,12 @@ class PolicySlot:
         begun, algorithm = time.perf_counter(), backend.algorithm
         slot = self.copied()
         if isinstance(algorithm, AwrSpec):
-            features = slot.job_features(backbone, data, feature_bytes)
+            kept = None if store is None else slot.kept(store, backend)
+            features = slot.job_features(backbone, data, feature_bytes, kept=kept)
             metrics = slot._advantage_weighted(features, backend.policy_key, algorithm, data)
         else:
             assert isinstance(algorithm, RolloutSpec)
-            metrics = slot._policy_gradient(backbone, backend.policy_key, algorithm, data, feature_bytes)
+            metrics = slot._policy_gradient(backbone, backend, algorithm, data, feature_bytes)
         return slot, slot.advanced(self, backend.policy_key, metrics, time.perf_counter() - begun)
 
     def advanced(
@@ -168,10 +175,15 @@ class PolicySlot:
     def evaluated(
         self, backbone: Backbone, backend: BackendConfig, data: Mapping[str, Any], feature_bytes: int = HELD_BYTES
     ) -> dict[str, np.ndarray]:
-        """`actor_log_prob` [n, H] and `actor_value` [n] of the partition's actions under the current parameters."""
-        del backend  # any RL algorithm asks for the same two columns
+        """Of the partition's actions under the current parameters: `actor_log_prob` float32 [n, H] and `actor_value`
+        float32 [n]; and `actor_version` int64 [n], which these parameters are."""
+        del backend  # any RL algorithm asks for the same columns
         found = self._scored(self.module.eval(), backbone, data, feature_bytes)
-        return {"actor_log_prob": found.log_prob.numpy(), "actor_value": found.value.numpy()}
+        return {
+            "actor_log_prob": found.log_prob.numpy(),
+            "actor_value": found.value.numpy(),
+            "actor_version": np.full(len(found.value), self.version, np.int64),
+        }
 
     def _scored(self, module: ActionModule, backbone: Backbone, data: Mapping[str, Any], max_bytes: int) -> Evaluation:
         """What `module`, of this tenant's interface, says of the partition's actions; without gradient."""
@@ -228,16 +240,18 @@ class PolicySlot:
     def _policy_gradient(
         self,
         backbone: Backbone,
-        policy_key: str,
+        backend: BackendConfig,
         algorithm: RolloutAlgorithm,
         data: Mapping[str, Any],
         feature_bytes: int,
     ) -> dict[str, float]:
+        policy_key = backend.policy_key
         log_prob, value = _estimated_from(algorithm)
-        if algorithm.asks_critic:
-            valid = np.asarray(data["valid"], bool) & np.asarray(data["sample_valid"], bool)[:, None]
-        else:  # of episodes that were compared, and no others
-            valid = np.asarray(data["loss_mask"], bool)
+        if algorithm.recomputes and (data["actor_version"] != self.version).any():
+            # The tenant's fine-tuning trained the slot since, or a checkpoint was restored: this is another actor.
+            data = {**data, **self.evaluated(backbone, backend, data, feature_bytes)}
+        # The actions that advantages were estimated of; without a critic those of episodes that were compared, too.
+        valid = executed(data) if algorithm.asks_critic else np.asarray(data["loss_mask"], bool)
         settings, reference = update_settings(algorithm), self.references.get(policy_key)
         compared = None if reference is None else self._scored(reference, backbone, data, feature_bytes).log_prob
         return policy_gradient_update(
@@ -264,20 +278,30 @@ class PolicySlot:
         return {name: torch.from_numpy(data[name]) for name in self.config.action_module.trace}
 
     def _features(
-        self, backbone: Backbone, data: Mapping[str, Any], rows: slice | Tensor, module: ActionModule | None = None
+        self,
+        backbone: Backbone,
+        data: Mapping[str, Any],
+        rows: slice | Tensor,
+        module: ActionModule | None = None,
+        kept: KeptFeatures | None = None,
     ) -> VLAFeature:
         """Of these rows, for the slot's module or another; of one with an adapter in the caller's gradient mode."""
-        (found,) = answered(backbone, [ask(backbone, self._interface, module or self.module, data, rows)])
+        (found,) = answered(backbone, [ask(backbone, self._interface, module or self.module, data, rows, kept)])
         if isinstance(found, JoyNexusError):
             raise found
         return found
 
     def job_features(
-        self, backbone: Backbone, data: Mapping[str, Any], max_bytes: int, module: ActionModule | None = None
+        self,
+        backbone: Backbone,
+        data: Mapping[str, Any],
+        max_bytes: int,
+        module: ActionModule | None = None,
+        kept: KeptFeatures | None = None,
     ) -> JobFeatures:
-        """Of all rows, for the slot's module or another."""
+        """Of all rows, for the slot's module or another; `kept` ones of earlier epochs are not computed again."""
         module = module or self.module
-        encode = functools.partial(self._features, backbone, data, module=module)
+        encode = functools.partial(self._features, backbone, data, module=module, kept=kept)
         return JobFeatures(encode, backbone, self._interface, module, data, max_bytes)
 
     def ask(
@@ -354,9 +378,12 @@ def training_fields(backend: BackendConfig) -> list[str]:
         return [*images, "proprioception", "action", "action_is_pad", *returns]
     log_prob, value = _estimated_from(algorithm)
     names = dict.fromkeys([log_prob, value] if algorithm.asks_critic else [log_prob])
+    if algorithm.recomputes:
+        names["actor_version"] = None
     if _asks_for_behaviour(algorithm):
         names["log_prob"] = None
-    derived = ["advantage", "return", "valid", "sample_valid"] if algorithm.asks_critic else ["advantage", "loss_mask"]
+    of_critic = ["advantage", "return", "valid", "terminated", "truncated", "sample_valid"]
+    derived = of_critic if algorithm.asks_critic else ["advantage", "loss_mask"]
     return [*images, "proprioception", *backend.policy.action_module.trace, *names, *derived]
 
 

@@ -148,7 +148,7 @@ def train_alone(backbone: Backbone, member: Member, store: FeatureStore | None, 
     """
     if not isinstance(member.backend.algorithm, SftSpec):
         with busy.record("train", {member.tenant: 1}):
-            return member.slot.trained(backbone, member.backend, member.data, member.feature_bytes)
+            return member.slot.trained(backbone, member.backend, member.data, member.feature_bytes, store)
     outcomes: list[Trained | Exception] = []
     train_members(backbone, [(member, outcomes.append)], store, busy)
     (outcome,) = outcomes

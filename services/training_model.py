@@ -257,7 +257,8 @@ class TrainingModelService:
         return result
 
     async def actor_forward(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Attach `actor_log_prob` [n, H] and `actor_value` [n] of the behaviour actions under the resident actor."""
+        """Attach `actor_log_prob` [n, H] and `actor_value` [n] of the behaviour actions under the resident actor, and
+        `actor_version` [n], its version."""
         from services.policy_slot import forward_fields
 
         tenant, backend = job["tenant_id"], self._config(job["policy_key"])

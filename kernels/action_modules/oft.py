@@ -28,7 +28,10 @@ from kernels.losses import sft_l1
 
 
 class OftModule(ActionModule):
-    """Policy and value head of one tenant; the two share no trunk, so the value's loss cannot bend the policy.
+    """Policy and value head of one tenant: two trunks on one layer norm of the features.
+
+    So the value's loss reaches the policy through that norm's scale and offset, and in `lora` through the adapter, and
+    through nothing else.
 
     Args:
         spec: widths and where proprioception enters.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kernels.advantages.decisions import Fields
+from kernels.advantages.decisions import Fields, executed
 from kernels.advantages.gae import gae
 from kernels.advantages.groups import group_counts, grpo, rloo
 from kernels.advantages.returns import monte_carlo, n_step
@@ -30,6 +30,7 @@ __all__ = [
     "ESTIMATORS",
     "Fields",
     "Moments",
+    "executed",
     "gae",
     "group_counts",
     "grpo",

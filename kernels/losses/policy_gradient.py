@@ -2,10 +2,14 @@
 
 | | clip bounds | value_coef | behaviour_weight_cap | kl_coef |
 |---|---|---|---|---|
-| PPO (Schulman et al. 2017) | equal | set | | |
-| decoupled PPO (Hilton et al. 2022) | equal | set | set | |
+| PPO (Schulman et al. 2017) | equal | set | | may be |
+| decoupled PPO (Hilton et al. 2022) | equal | set | set | may be |
 | GRPO (Shao et al. 2024), DAPO (Yu et al. 2025) | equal, unequal | | | set, not set |
-| REINFORCE with baseline (Williams 1992) | none | set | | |
+| REINFORCE with baseline (Williams 1992) | none | set | | may be |
+
+All means are over the valid elements of the whole optimizer step, as DAPO's. So GRPO's objective (Shao et al. 2024,
+equation 3), the mean over episodes of each one's own mean (1/|o_i|), is not what is computed here: a longer episode
+counts more, each of its actions as much as any other.
 """
 
 from __future__ import annotations

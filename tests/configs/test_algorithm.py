@@ -54,7 +54,7 @@ def test_another_estimator_has_no_decay_and_reads_back_the_same() -> None:
         (PpoSpec, {"value_clip": 0.2, "value_coef": 0.0}, "value_clip: got 0.2; possible: null with value_coef 0"),
         (PpoSpec, {"dual_clip": 1.0}, "dual_clip: got 1.0; "),
         (PpoSpec, {"kl": {"coef": 0.1, "estimator": "k1"}}, "kl.estimator: got 'k1'; "),
-        (PpoSpec, {"kl": {"coef": 0.1, "reference": "reference"}}, "kl.reference: unknown key"),
+        (PpoSpec, {"kl": {"coef": 0.1, "reference": "proximal"}}, "kl.reference: got 'proximal'; "),
         (PpoSpec, {"lockstep": True, "delay": 1}, "delay: got 1; possible: 0 or null with lockstep"),
         # 6 samples in one microbatch, 4 epochs: 4 updates a job; 3 jobs behind are 12 updates.
         (
@@ -85,6 +85,18 @@ def test_what_would_not_be_used_is_refused_in_one_line(cls: type[Spec], changes:
         parse(cls, GIVEN[cls] | changes, where="a")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_distance_is_from_the_policy_that_acted_and_in_grpo_from_the_one_at_the_begin() -> None:
+    """As declared before the policy could be chosen; each may name the other one."""
+    for cls, usual, other in (
+        (PpoSpec, "behaviour", "reference"),
+        (ReinforceSpec, "behaviour", "reference"),
+        (GrpoSpec, "reference", "behaviour"),
+    ):
+        left_out = parse(cls, GIVEN[cls] | {"kl": {"coef": 0.1}}, where="a")
+        named = parse(cls, GIVEN[cls] | {"kl": {"coef": 0.1, "reference": other}}, where="a")
+        assert (left_out.kl.reference, named.kl.reference) == (usual, other)
 
 
 def test_lockstep_is_delay_0_and_a_delay_within_the_bound_is_admitted() -> None:

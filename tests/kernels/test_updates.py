@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from configs import presets
-from configs.algorithm import AdamSpec, DecoupledSpec, KlSpec, PpoSpec, SftSpec
+from configs.algorithm import AdamSpec, DecoupledSpec, GrpoSpec, KlSpec, PpoSpec, ReinforceSpec, SftSpec
 from configs.errors import TenantFault
 from configs.model import OftSpec
 from kernels import action_modules
 from kernels.features import VLAFeature
 from kernels.losses import Coefficients
-from kernels.policy_gradient import policy_gradient_update, ppo_coefficients
+from kernels.policy_gradient import UpdateSettings, policy_gradient_update, ppo_coefficients, update_settings
 from kernels.updates import new_optimizer
 from tests.kernels.whole_updates import ppo_update, sft_update
 
@@ -355,3 +355,86 @@ def test_the_coefficients_are_what_the_workload_declares() -> None:
         kl_coef=0.1,
         kl_estimator="k2",
     )
+
+
+DECLARED: dict[str, Any] = {
+    "jobs": 1,
+    "num_envs": 2,
+    "rollout_steps": 5,
+    "microbatch_size": 4,
+    "optimizer": {"learning_rate": 1e-3},
+    "log_prob_granularity": "chunk",
+    "entropy_coef": 0.02,
+    "gamma": 0.9,
+    "kl": {"coef": 0.04, "estimator": "k2", "reference": "behaviour"},
+}
+KL: dict[str, Any] = {"kl_coef": 0.04, "kl_estimator": "k2", "kl_reference": "behaviour"}
+CHUNKS: dict[str, Any] = {"granularity": "chunk"}
+CLIPS = {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 3.0}
+CLIPPED = {"clip_coef": 0.1, "clip_high": 0.28, "dual_clip": 3.0, "epochs": 3}
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "settings", "estimation"),
+    [
+        (
+            GrpoSpec,
+            CLIPPED | {"group_size": 2, "baseline": {"kind": "group_mean", "scale": "none"}, "keep_return": (0.1, 0.8)},
+            (Coefficients(**CHUNKS, **CLIPS, entropy_coef=0.02, **KL), 3, False),
+            ("group_mean", {"scale": "none", "keep_return": (0.1, 0.8), "gamma": 0.9}),
+        ),
+        (
+            GrpoSpec,
+            {"group_size": 2, "baseline": {"kind": "leave_one_out"}, "kl": {"coef": 0.5}},
+            (
+                Coefficients(
+                    **CHUNKS, clip_low=0.2, clip_high=0.2, entropy_coef=0.02, kl_coef=0.5, kl_reference="reference"
+                ),
+                4,
+                False,
+            ),
+            ("leave_one_out", {"keep_return": None, "gamma": 0.9}),
+        ),
+        (
+            ReinforceSpec,
+            {
+                "estimator": {"kind": "n_step", "n_steps": 2, "value_baseline": False},
+                "value_coef": 0.3,
+                "standardise": False,
+            },
+            (Coefficients(**CHUNKS, value_coef=0.3, entropy_coef=0.02, **KL), 1, False),
+            ("n_step", {"n_steps": 2, "value_baseline": False, "gamma": 0.9}),
+        ),
+        (
+            ReinforceSpec,
+            {"kl": None},
+            (Coefficients(**CHUNKS, value_coef=0.5, entropy_coef=0.02), 1, True),
+            ("monte_carlo", {"value_baseline": True, "gamma": 0.9}),
+        ),
+        (
+            PpoSpec,
+            CLIPPED | {"gae_lambda": 0.7, "value_coef": 0.3, "kl": {"coef": 0.04, "reference": "reference"}},
+            (
+                Coefficients(
+                    **CHUNKS,
+                    **CLIPS,
+                    value_coef=0.3,
+                    entropy_coef=0.02,
+                    kl_coef=0.04,
+                    kl_reference="reference",
+                    kl_estimator="k3",
+                ),
+                3,
+                True,
+            ),
+            ("gae", {"gamma": 0.9, "gae_lambda": 0.7}),
+        ),
+    ],
+    ids=["grpo", "rloo", "n-step reinforce", "reinforce", "ppo"],
+)
+def test_loss_and_estimator_are_what_a_workload_declares(
+    spec: Any, fields: dict[str, Any], settings: tuple[Coefficients, int, bool], estimation: tuple[str, dict[str, Any]]
+) -> None:
+    algorithm = spec.model_validate(DECLARED | fields)
+    assert update_settings(algorithm) == UpdateSettings(*settings)
+    assert algorithm.estimation == estimation

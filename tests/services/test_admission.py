@@ -298,6 +298,19 @@ def test_a_module_that_does_not_learn_by_rl_is_refused_there(tmp_path: Path) -> 
     )
 
 
+def test_an_entropy_bonus_without_a_gradient_is_refused(tmp_path: Path) -> None:
+    """The deviation of Flow-SDE has no parameters; those of Flow-Noise and of a Gaussian have."""
+    (fault,) = refused(workload("reach-flow", algorithm__entropy_coef=0.01), tmp_path)
+    assert fault == (
+        "algorithm.entropy_coef: got 0.01; possible: 0 with the policy of 'gr00t', whose deviation is not learned: "
+        "its entropy is a constant; leave it out, or declare policy flow_noise"
+    )
+    assert presets.workload("reach-flow").algorithm.entropy_coef == 0
+    noise = workload("reach-flow", algorithm__entropy_coef=0.01, action_module__policy={"kind": "flow_noise"})
+    for spec in (noise, workload("reach", algorithm__entropy_coef=0.01)):
+        assert admit(spec, Home(tmp_path), LAPTOP).algorithm.entropy_coef == 0.01
+
+
 def test_an_experts_heads_are_held_against_the_bases(tmp_path: Path) -> None:
     """The tiny Qwen3-VL has two key/value heads, the tiny PaliGemma one."""
     pi = {"kind": "pi", "horizon": 1, "action_width": 2, "state_width": 2, "proprioception": "head", "heads": 3}
@@ -436,6 +449,19 @@ def test_the_offline_preset_takes_the_dataset_that_was_collected_for_it(tmp_path
             shutil.rmtree(home.datasets / request.dataset)
     config = admit(spec, home, LAPTOP)
     assert (config.policy_key, config.algorithm.kind, config.sample_count) == ("reach-offline.rl", "awr", 768)
+
+
+def test_rollouts_at_one_time_are_bounded_only_where_there_are_any(tmp_path: Path) -> None:
+    """Offline RL and fine-tuning roll nothing out; what they were written out with before still reads."""
+    offline = {"environment": None, "data": {"dataset": str(tmp_path)}, "algorithm": AWR}
+    for name, which, changes in (("reach", "algorithm 'awr'", offline), ("demos", "task 'sft'", {})):
+        assert workload(name, **changes).limits.max_active_rollouts == 1
+        with pytest.raises(SpecError) as caught:
+            workload(name, **changes, limits__max_active_rollouts=2)
+        assert str(caught.value).endswith(
+            f"limits.max_active_rollouts: got 2; possible: 1 with {which}, which rolls nothing out; leave it out"
+        )
+    assert workload("reach", limits__max_active_rollouts=2).limits.max_active_rollouts == 2
 
 
 @pytest.mark.parametrize("module", [GR00T, PI], ids=lambda module: module["kind"])

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from configs import presets
+from configs.algorithm import AwrSpec
+from configs.backend import BackendConfig
 from configs.errors import SpecError
 from configs.spec import parse
 from configs.workload import ResourcesSpec, WorkloadSpec
@@ -58,6 +60,14 @@ def test_only_scopes_in_use_are_retained() -> None:
     assert store.get(SHARED, KEY) is not None
 
 
+def offline(tenant: str) -> BackendConfig:
+    """A workload of AWR on a dataset."""
+    fields = {"jobs": 1, "batches_per_job": 1, "microbatch_size": 8, "optimizer": {"learning_rate": 1e-2}}
+    return backend(tenant, "rl").model_copy(
+        update={"algorithm": AwrSpec.model_validate(fields), "environment": None, "dataset": "/data"}
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "task", "how", "scope"),
     [
@@ -65,11 +75,14 @@ def test_only_scopes_in_use_are_retained() -> None:
         ("oft", "sft", "shared", SHARED),
         ("oft", "sft", "never", None),
         ("oft", "rl", "own", None),
+        ("oft", "awr", "own", "t"),
+        ("oft", "awr", "never", None),
         ("lora", "sft", "own", None),
     ],
 )
 def test_a_workload_has_the_scope_that_it_declares(kind: str, task: str, how: Any, scope: str | None) -> None:
-    config = backend("t", task, kind=kind).model_copy(update={"resources": ResourcesSpec(reuse_features=how)})
+    config = offline("t") if task == "awr" else backend("t", task, kind=kind)
+    config = config.model_copy(update={"resources": ResourcesSpec(reuse_features=how)})
     assert scope_of(config) == scope
 
 

@@ -108,7 +108,7 @@ def test_with_frozen_weights_the_stored_chain_has_ratio_one(
 
 @pytest.mark.parametrize(("kind", "name"), KINDS)
 def test_updates_make_what_was_rewarded_likelier(tmp_path: Path, backbone: Backbone, kind: str, name: str) -> None:
-    """Reward +1 for every action of four rows and −1 for those of the others: the former's log-probabilities rise."""
+    """Rewards are drawn: log-probabilities rise where the advantage is above the mean, more than elsewhere."""
     config, seen = declared(kind, name, learning_rate=1e-3), observation(ROWS, 3)
     prediction = acted(backbone, config, seen)
 

@@ -149,14 +149,23 @@ def test_groups_of_episodes_reach_the_loss_and_unfinished_ones_do_not(backbone: 
     assert (trained.version, result["optimizer_steps"]) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "coef"),
+    [
+        ("grpo", {"group_size": 2, "epochs": 1, "kl": {"coef": 0.5}}, 0.5),
+        ("ppo", {"epochs": 1, "value_coef": 0.0, "kl": {"coef": 3.0, "reference": "reference"}}, 3.0),
+        ("reinforce", {"value_coef": 0.0, "kl": {"coef": 2.0, "reference": "reference"}}, 2.0),
+    ],
+)
 def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_checkpoint(
-    backbone: Backbone, tmp_path: Any
+    backbone: Backbone, tmp_path: Any, kind: str, fields: dict[str, Any], coef: float
 ) -> None:
     """First job: 0. Second: mean of (r − 1) − log r, r = π_begun / π, over rows that carry loss; so after a restart.
 
-    Reference: the estimate in numpy from the two policies' own log-probabilities, float64.
+    What acted in the second is a third policy, 0.3 nats away. Reference: the estimate in numpy from the two policies'
+    own log-probabilities, float64.
     """
-    config = rollouts("a", "grpo", group_size=2, epochs=1, kl={"coef": 0.5})
+    config = rollouts("a", kind, **fields)
     begun = slot_of(config)
     data = episodes(backbone, begun, config)
     first, result = trained_alone(backbone, begun, config, data)
@@ -164,11 +173,14 @@ def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_ch
     log_ratio = (
         begun.evaluated(backbone, config, data)["actor_log_prob"].astype(np.float64)
         - first.evaluated(backbone, config, data)["actor_log_prob"]
-    )[data["loss_mask"]]
+    )[data.get("loss_mask", data["valid"])]
     expected = (np.exp(log_ratio) - 1 - log_ratio).mean()
     assert expected > 1e-5
+    data["log_prob"] = data["log_prob"] - np.float32(0.3)
     _, result = trained_alone(backbone, first, config, data)
     assert result["metrics"]["kl"] == pytest.approx(expected, rel=1e-3)
+    told = result["metrics"]
+    assert told["loss"] == pytest.approx(told["policy_loss"] + coef * expected, rel=1e-3)
     first.save(
         tmp_path,
         config.policy_key,
@@ -178,9 +190,72 @@ def test_the_distance_from_the_policy_that_the_workload_began_with_outlives_a_ch
         },
     )
     restored = PolicySlot.restored(config, tmp_path, None, True)
-    assert restored.num_bytes == first.num_bytes > slot_of(rollouts("a", "grpo", group_size=2)).num_bytes
+    plain = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": None})})
+    assert restored.num_bytes == first.num_bytes > slot_of(plain).num_bytes
     _, again = trained_alone(backbone, restored, config, data)
     assert again["metrics"] == result["metrics"]
+
+
+def test_the_distance_from_the_policy_that_acted_is_another_one(backbone: Backbone) -> None:
+    """What acted found each action 0.1 nats likelier than the slot's policy does: k2 is ½ · 0.1², no copy is kept."""
+    for reference, expected in (("behaviour", 0.005), ("reference", 0.0)):
+        config = rollouts("a", "ppo", epochs=1, kl={"coef": 1.0, "estimator": "k2", "reference": reference})
+        slot = slot_of(config)
+        data = episodes(backbone, slot, config)
+        data["log_prob"] = data["log_prob"] + np.float32(0.1)
+        _, result = trained_alone(backbone, slot, config, data)
+        assert result["metrics"]["kl"] == pytest.approx(expected, abs=1e-6)
+        assert bool(slot.references) == (reference == "reference")
+
+
+def test_ratios_are_against_the_actor_that_the_update_begins_from(backbone: Backbone) -> None:
+    """Recomputed by version 0, trained on version 1 in one step: the ratio is 1, as with a new forward."""
+    config = rollouts("a", "ppo", epochs=1, actor_forward=True, decoupled={})
+    begun = slot_of(config)
+    data = episodes(backbone, begun, config)
+    moved, _ = trained_alone(backbone, begun, config, data)
+    assert (data["actor_version"].tolist(), moved.version) == ([0] * 8, 1)
+    now = moved.evaluated(backbone, config, data)
+    assert np.abs(now["actor_log_prob"] - data["actor_log_prob"]).max() > 1e-3
+    late, result = trained_alone(backbone, moved, config, data)
+    assert result["metrics"]["ratio_max"] == pytest.approx(1, abs=1e-5)
+    fresh, expected = trained_alone(backbone, moved, config, data | now)
+    assert expected["metrics"] == result["metrics"]
+    assert all(np.array_equal(late.parameters()[name], p) for name, p in fresh.parameters().items())
+
+
+@pytest.mark.parametrize(
+    ("baseline", "advantage"),
+    [({"kind": "leave_one_out"}, 3.0), ({"kind": "group_mean", "scale": "none"}, 1.5), ({"kind": "group_mean"}, 1.0)],
+    ids=["rloo", "unscaled", "grpo"],
+)
+def test_a_groups_baseline_is_the_declared_one(backbone: Backbone, baseline: dict[str, Any], advantage: float) -> None:
+    """Outcomes 3 and 0: less the other's ±3, less the mean ±1.5, by the deviation of 1.5 ±1. Five rows carry loss, of
+    which one won, two lost, two have no rival: −(A − A − A) / 5, with ratios of 1."""
+    config = rollouts("a", "grpo", group_size=2, epochs=1, baseline=baseline)
+    slot = slot_of(config)
+    data = episodes(backbone, slot, config)
+    data["reward"][0] = 3
+    data |= advantages({name: data[name] for name in advantage_fields(config)}, config.algorithm)
+    assert data["advantage"][:, 0].tolist() == [advantage, -advantage, 0, -advantage, 0, 0, 0, 0]
+    _, result = trained_alone(backbone, slot, config, data)
+    assert result["metrics"]["policy_loss"] == pytest.approx(advantage / 5, abs=1e-6)
+
+
+def test_reinforce_takes_the_declared_steps_of_reward_and_no_baseline(backbone: Backbone) -> None:
+    """Two decisions, γ = 1, then V = 2, or 3 after the truncation. Environment 0 (rows 0, 2, 4, 6): 1 and its end;
+    0 + 0 + 2; 0 + 0 + 2; 0 + 2. Environment 1: 0 + 0 + 3; 0 + 3; 0 + 5 and its end; 5. The loss is −mean of G log π."""
+    estimator = {"kind": "n_step", "n_steps": 2, "value_baseline": False}
+    config = rollouts("a", "reinforce", gamma=1.0, standardise=False, estimator=estimator)
+    slot = slot_of(config)
+    data = episodes(backbone, slot, config)
+    data["next_value"][:], data["bootstrap_value"][3] = 2, 3
+    data |= advantages({name: data[name] for name in advantage_fields(config)}, config.algorithm)
+    returns = np.array([1, 3, 2, 3, 2, 5, 2, 5], np.float64)
+    assert data["return"].tolist() == returns.tolist()
+    _, result = trained_alone(backbone, slot, config, data)
+    assert result["metrics"]["policy_loss"] == pytest.approx(-(returns * data["log_prob"][:, 0]).mean(), rel=1e-4)
+    assert result["metrics"]["value_loss"] == pytest.approx(0.5 * ((data["value"] - returns) ** 2).mean(), rel=1e-4)
 
 
 def test_reinforce_descends_on_log_probabilities_times_what_the_critic_did_not_expect(backbone: Backbone) -> None:
@@ -212,17 +287,61 @@ def test_a_job_with_nothing_to_learn_from_leaves_version_and_random_state(backbo
     assert torch.equal(trained.generator.get_state(), slot.generator.get_state())
 
 
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_what_a_chunk_holds_after_its_episodes_end_carries_no_loss(backbone: Backbone, end: str) -> None:
+    """Chunks of 4 that ended with their first action, whatever `valid` says: as if it said so. The other three are
+    50 nats likelier than recorded, a ratio of e⁵⁰ if they counted. V learns the return, by hand the first reward."""
+    config = backend("a", "rl", horizon=4)
+    algorithm = config.algorithm.model_copy(update={"epochs": 1, "microbatch_size": 8})
+    config = config.model_copy(update={"algorithm": algorithm})
+    slot, (seen, generator) = slot_of(config), (observation(8, 3), np.random.default_rng(4))
+    first = np.arange(4) == np.zeros((8, 1))
+    data = {
+        "image.top": seen["images"]["top"],
+        "proprioception": seen["proprioception"],
+        "instructions": seen["instructions"],
+        "action": generator.normal(size=(8, 4, 2)).astype(np.float32),
+        "reward": generator.normal(size=(8, 4)).astype(np.float32),
+        "terminated": np.zeros((8, 4), bool),
+        "truncated": np.zeros((8, 4), bool),
+        end: first,
+        "valid": np.ones((8, 4), bool),
+        "sample_valid": np.ones(8, bool),
+        "bootstrap_value": np.zeros(8, np.float32),
+        "next_value": np.zeros(8, np.float32),
+    }
+    found = slot.evaluated(backbone, config, data)
+    data["log_prob"] = np.where(first, found["actor_log_prob"], found["actor_log_prob"] - 50)
+    data["value"] = found["actor_value"]
+    data |= advantages({name: data[name] for name in advantage_fields(config)}, config.algorithm)
+    trained, result = trained_alone(backbone, slot, config, data)
+    metrics = result["metrics"]
+    assert (metrics["ratio_max"], metrics["clip_fraction"]) == (pytest.approx(1, abs=1e-4), 0)
+    expected = 0.5 * np.square(data["value"].astype(np.float64) - data["reward"][:, 0]).mean()
+    assert metrics["value_loss"] == pytest.approx(expected, rel=1e-4)
+    masked, also = trained_alone(backbone, slot, config, data | {"valid": first})
+    assert also["metrics"] == metrics
+    assert all(np.array_equal(trained.parameters()[name], p) for name, p in masked.parameters().items())
+
+
+EXECUTED = {"valid", "terminated", "truncated", "sample_valid"}
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "read"),
     [
-        ("ppo", {}, {"log_prob", "value", "advantage", "return", "valid", "sample_valid"}),
-        ("reinforce", {}, {"log_prob", "value", "advantage", "return", "valid", "sample_valid"}),
+        ("ppo", {}, {"log_prob", "value", "advantage", "return", *EXECUTED}),
+        ("reinforce", {}, {"log_prob", "value", "advantage", "return", *EXECUTED}),
         ("grpo", {"group_size": 2}, {"log_prob", "advantage", "loss_mask"}),
-        ("grpo", {"group_size": 2, "actor_forward": True}, {"actor_log_prob", "advantage", "loss_mask"}),
+        (
+            "grpo",
+            {"group_size": 2, "actor_forward": True},
+            {"actor_log_prob", "actor_version", "advantage", "loss_mask"},
+        ),
         (
             "grpo",
             {"group_size": 2, "actor_forward": True, "kl": {"coef": 0.1, "reference": "behaviour"}},
-            {"actor_log_prob", "log_prob", "advantage", "loss_mask"},
+            {"actor_log_prob", "actor_version", "log_prob", "advantage", "loss_mask"},
         ),
     ],
 )
@@ -290,6 +409,28 @@ def test_offline_rl_learns_the_better_of_two_recorded_actions(backbone: Backbone
                 means.append(trained.module.act(feature, state, None).action.mean().item())
         assert abs(means[0]) < 0.2
         assert means[1] > 0.3, "towards +½"
+
+
+def test_offline_rl_keeps_what_the_base_computed_of_its_dataset(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs over the same 8 samples: one forward with a store, one a job without; the same parameters."""
+    config, forwards, ends = awr(passes=2), [0], []
+    encode = backbone.encode
+
+    def counted(*given: Any) -> Any:
+        forwards[-1] += 1
+        return encode(*given)
+
+    monkeypatch.setattr(backbone, "encode", counted)
+    for store in (FeatureStore(64 << 20), None):
+        slot = slot_of(config)
+        for _ in range(2):
+            slot, _ = trained_alone(backbone, slot, config, samples(8) | recorded(config, 8), store)
+        ends.append(slot.parameters())
+        forwards.append(0)
+    assert forwards == [1, 2, 0]
+    assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_a_dataset_in_which_all_is_padding_teaches_nothing(backbone: Backbone) -> None:

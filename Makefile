@@ -8,10 +8,11 @@
 demo: install $(if $(WITHOUT_RENDERER),,renderer)
 	@.venv/bin/joynexus demo $(if $(WITHOUT_RENDERER),--without-renderer) $(if $(KEEP),--keep)
 
-# Tests that need a renderer or a browser skip with the reason where neither can be had.
+# Tests that need a renderer or a browser skip with the reason where neither can be had; LIBERO's install it and fail.
 test: install
 	@scripts/renderer.sh || true
 	@scripts/browser.sh || true
+	@scripts/libero.sh || true
 	@.venv/bin/python -m pytest $(ARGS)
 
 lint: install

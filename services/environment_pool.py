@@ -130,7 +130,12 @@ class HostPool:
         }
 
     async def acquire(
-        self, key: str, configurations: Sequence[dict[str, Any]], *, wait_s: float
+        self,
+        key: str,
+        configurations: Sequence[dict[str, Any]],
+        *,
+        wait_s: float,
+        interpreter: str = sys.executable,
     ) -> tuple[list[HostProcess], list[dict[str, Any]]]:
         """Hosts, one a configuration, warm ones of `key` first; all or none.
 
@@ -138,6 +143,7 @@ class HostPool:
             key: hosts of equal key are interchangeable.
             configurations: fields of `configure` for each host.
             wait_s: how long to queue while others use the hosts.
+            interpreter: path of the Python that runs them; the same for equal keys.
 
         Returns:
             The hosts and what each said to its configuration.
@@ -157,7 +163,7 @@ class HostPool:
                 self._idle.remove(host)
                 hosts.append(host)
             while len(hosts) < count:
-                hosts.append(self._start(key))
+                hosts.append(self._start(key, interpreter))
             replies = await asyncio.gather(
                 *(self._configure(h, c) for h, c in zip(hosts, configurations, strict=True)), return_exceptions=True
             )
@@ -187,9 +193,9 @@ class HostPool:
             self._kill(host)
         self._return(1)
 
-    def replace(self, key: str, configuration: dict[str, Any]) -> None:
+    def replace(self, key: str, configuration: dict[str, Any], interpreter: str = sys.executable) -> None:
         """Start a warm host in the background in place of a failed one, if there is room for it."""
-        task = asyncio.get_running_loop().create_task(self._replace(key, configuration))
+        task = asyncio.get_running_loop().create_task(self._replace(key, configuration, interpreter))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -204,11 +210,11 @@ class HostPool:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    async def _replace(self, key: str, configuration: dict[str, Any]) -> None:
+    async def _replace(self, key: str, configuration: dict[str, Any], interpreter: str) -> None:
         if self._reserved + len(self._idle) >= self._max_hosts or self._waiters or len(self._idle) >= self._max_idle:
             return
         self._reserved += 1
-        host = self._start(key)
+        host = self._start(key, interpreter)
         try:
             await self._configure(host, configuration)
         except JoyNexusError as error:
@@ -261,13 +267,13 @@ class HostPool:
                 self._reserved += waiter.count
                 waiter.turn.set_result(None)
 
-    def _start(self, key: str) -> HostProcess:
+    def _start(self, key: str, interpreter: str) -> HostProcess:
         while self._idle and len(self._all) >= self._max_hosts:
             self._kill(self._idle.pop(0))
         if self._folder is None:
             # Paths of sockets are limited to 107 bytes, so this is not under the home folder.
             self._folder = Path(tempfile.mkdtemp(prefix="joynexus-hosts-"))
-        host = HostProcess(next(self._numbers), self._folder, key, sys.executable)
+        host = HostProcess(next(self._numbers), self._folder, key, interpreter)
         self._all.add(host)
         return host
 

@@ -30,6 +30,7 @@ from configs.environment import SessionRequest
 from configs.errors import Conflict, EnvironmentFault, UnknownObject, refusal
 from configs.signature import canonical_json, digest
 from configs.spec import parse
+from services import environment_installs
 from services.environment_client import SessionClient
 from services.environment_pool import HostPool, HostProcess
 from services.environments import renderer
@@ -51,6 +52,7 @@ class _Session:
     hosts: list[HostProcess]
     client: SessionClient
     key: str
+    interpreter: str
     configurations: list[dict[str, Any]]
     last_use: float
     calls: int = 0
@@ -140,7 +142,8 @@ class EnvironmentService:
 
     async def _open(self, request: SessionRequest) -> dict[str, Any]:
         spec = request.environment.model_dump(mode="json")
-        key = canonical_json({"spec": spec, "images": request.images})
+        interpreter = environment_installs.interpreter(request.environment.requirements)
+        key = canonical_json({"spec": spec, "images": request.images, "interpreter": interpreter})
         session_id = f"env-{secrets.token_hex(6)}"
         token = secrets.token_hex(16)
         edges = [request.num_envs * i // request.hosts for i in range(request.hosts + 1)]
@@ -151,7 +154,9 @@ class EnvironmentService:
         ]
         self._opening[session_id] = request
         try:
-            hosts, replies = await self._pool.acquire(key, configurations, wait_s=request.wait_s)
+            hosts, replies = await self._pool.acquire(
+                key, configurations, wait_s=request.wait_s, interpreter=interpreter
+            )
         finally:
             del self._opening[session_id]
         opened = {
@@ -170,7 +175,7 @@ class EnvironmentService:
         }
         client = SessionClient(opened, [host.control for host in hosts])
         self._sessions[session_id] = _Session(
-            request, opened, hosts, client, key, configurations, last_use=time.monotonic()
+            request, opened, hosts, client, key, interpreter, configurations, last_use=time.monotonic()
         )
         if self._reaper is None or self._reaper.done():
             self._reaper = asyncio.get_running_loop().create_task(self._reap())
@@ -263,7 +268,12 @@ class EnvironmentService:
         """What can be hosted here: `environments` (presets), `kinds` (None, or why that kind cannot run), `hosts`."""
         return {
             "environments": presets.names("environments"),
-            "kinds": {"gymnasium": None, "gymnasium_vector": None, "maniskill": renderer.check()},
+            "kinds": {
+                "gymnasium": None,
+                "gymnasium_vector": None,
+                "libero": environment_installs.missing("libero.txt"),
+                "maniskill": renderer.check(),
+            },
             "hosts": self._pool.usage(),
         }
 
@@ -304,7 +314,8 @@ class EnvironmentService:
         await asyncio.gather(*(self._pool.release(host, healthy=False) for host in session.hosts))
         for configuration in session.configurations:
             # Its token is never given out: the replacement belongs to nobody until it is configured again.
-            self._pool.replace(session.key, {**configuration, "session_token": secrets.token_hex(16)})
+            unowned = {**configuration, "session_token": secrets.token_hex(16)}
+            self._pool.replace(session.key, unowned, session.interpreter)
 
     def _end(self, session_id: str, reason: str) -> None:
         self._ended[session_id] = reason

@@ -38,6 +38,7 @@ def _a_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_renderer(_a_renderer: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither a driver named by the user nor one that can be found."""
     monkeypatch.delenv("VK_ICD_FILENAMES")
+    monkeypatch.setenv("JOYNEXUS_ENVIRONMENTS", str(tmp_path))  # nor another simulator
     monkeypatch.setattr(renderer, "_DRIVER_FOLDERS", (tmp_path,))
     monkeypatch.setattr(renderer, "SWIFTSHADER_PATHS", ())
 
@@ -443,3 +444,15 @@ def test_offline_rl_takes_modules_that_denoise_where_a_policy_gives_them_a_criti
         f"action_module.policy: got None; possible: flow_sde, flow_noise for {module['kind']!r} with task 'rl'; "
         "declare one, in the supervised workload before it too"
     ]
+
+
+def test_a_simulator_that_is_not_installed_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOYNEXUS_ENVIRONMENTS", str(tmp_path))
+    spec = presets.workload("libero")
+    with pytest.raises(SpecError) as caught:
+        admit(spec, Home(tmp_path), LAPTOP)
+    for field in ("environment", "evaluation.environment"):
+        given = f"{field}: got 'libero-object-small'; possible: one that is installed here; "
+        assert given + "run `joynexus env install libero`" in str(caught.value)

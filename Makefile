@@ -12,10 +12,11 @@ TOGETHER = -n 2 --dist loadgroup --no-loadscope-reorder
 demo: install $(if $(WITHOUT_RENDERER),,renderer)
 	@.venv/bin/joynexus demo $(if $(WITHOUT_RENDERER),--without-renderer) $(if $(KEEP),--keep)
 
-# Tests that need a renderer or a browser skip with the reason where neither can be had.
+# Tests that need a renderer or a browser skip with the reason where neither can be had; LIBERO's install it and fail.
 test: install
 	@scripts/renderer.sh || true
 	@scripts/browser.sh || true
+	@scripts/libero.sh || true
 	@.venv/bin/python -m pytest $(TOGETHER) $(ARGS)
 
 # Datasets written here in the real lerobot, and its datasets here: its own virtual environment, 6 GB.

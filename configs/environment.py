@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from configs.environment_hosting import ENTRY_POINT, OwnSpec, RemoteSpec
 from configs.spec import Name, Spec
@@ -40,17 +40,44 @@ class EnvironmentSpec(Spec):
     """An environment preset: what a tenant's policy sees and does there."""
 
     name: Name = Field(description="Name under which workloads ask for this environment.")
-    kind: Literal["gymnasium", "gymnasium_vector", "maniskill", "python"] = Field(
+    kind: Literal["gymnasium", "gymnasium_vector", "libero", "maniskill", "python"] = Field(
         description="Which adapter hosts it; gymnasium_vector makes one vector environment a host, of that host's part "
         "of the session's environments, and takes every auto-reset style; python is a tenant's own (`own`)."
     )
-    id: str = Field(description="Registered id, for instance PushCube-v1; of kind python package.module:factory.")
+    id: str = Field(
+        description="Registered id, for instance PushCube-v1; of LIBERO the suite and the task's number from 0, for "
+        "instance libero_object/3; of kind python package.module:factory."
+    )
+    requirements: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.txt$",
+        description="Requirements file beside the environment presets; its packages are installed for this simulator "
+        "alone by `joynexus env install`. None: it runs under the platform's own interpreter.",
+    )
+    options: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="What the simulator is made with beside what is declared here: keyword arguments of gymnasium's "
+        "and ManiSkill's make; of LIBERO initial_states (fixed or sampled) and renderer (osmesa or egl).",
+    )
     instruction: str = Field(min_length=1, description="What the robot is told to do.")
     cameras: tuple[CameraSpec, ...] = Field(min_length=1, description="RGB cameras by name.")
     state_width: int = Field(gt=0, description="S, width of proprioception (no object poses).")
     action_width: int = Field(gt=0, description="A, width of one action.")
     state: StatisticsSpec = Field(description="Statistics that normalise proprioception.")
     action: StatisticsSpec = Field(description="Statistics that un-normalise the policy's actions.")
+    state_key: str | None = Field(
+        default=None,
+        description="Entry of a gymnasium environment's dict observation that is the state; None: `proprioception`, or "
+        "the whole observation where that is no dict.",
+    )
+    state_range: tuple[NonNegativeInt, NonNegativeInt] | None = Field(
+        default=None, description="First value of that vector that belongs to the state, and the one after its last."
+    )
+    camera_keys: dict[Name, str] = Field(
+        default={},
+        description="Entry of a gymnasium environment's observation that is a camera's picture, where it is not called "
+        "as the camera is; `render()` for what its render method gives.",
+    )
     max_episode_steps: int = Field(gt=0, description="Steps after which an episode is truncated.")
     reward: Literal["environment", "progress", "success"] = Field(
         default="environment",
@@ -110,6 +137,14 @@ class EnvironmentSpec(Spec):
         names = [camera.name for camera in self.cameras]
         if len(set(names)) != len(names):
             raise ValueError(f"cameras: got {names}; possible: each name once; rename one")
+        if not set(self.camera_keys) <= set(names):
+            raise ValueError(f"camera_keys: got {sorted(self.camera_keys)}; possible: {', '.join(names)}; correct it")
+        first, end = self.state_range or (0, self.state_width)
+        if end - first != self.state_width:
+            raise ValueError(
+                f"state_range: got {[first, end]}; possible: two numbers {self.state_width} apart, the state_width; "
+                "make them equal"
+            )
         turned = self.turned_cameras
         if len(set(turned)) != len(turned) or not set(turned) <= set(names):
             raise ValueError(f"turned_cameras: got {list(turned)}; possible: {', '.join(names)}, each once; correct it")

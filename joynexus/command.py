@@ -99,6 +99,16 @@ def _compile(arguments: argparse.Namespace, home: Home) -> int:
     return 0
 
 
+def _env(arguments: argparse.Namespace, home: Home) -> int:
+    from joynexus import environments
+
+    if arguments.act == "install":
+        return environments.install(arguments.name)
+    if arguments.act == "check":
+        return environments.check(arguments.name, home)
+    return environments.print_environments()
+
+
 def _demo(arguments: argparse.Namespace, home: Home) -> int:
     from joynexus.demo import run_demo
 
@@ -157,8 +167,17 @@ def parser() -> argparse.ArgumentParser:
     compile_ = verb("compile", _compile, "Show the backend configuration that a workload becomes; start nothing.")
     compile_.add_argument("spec", type=Path, metavar="SPEC.yaml")
     cluster(compile_)
-    env = verbs.add_parser("env", help="Environments of one's own and elsewhere.")
-    environment_server.add_verbs(env.add_subparsers(dest="env_verb", required=True, metavar="VERB"))
+    env = verb("env", _env, "List, install or try simulators; no platform is needed.")
+    acts = env.add_subparsers(dest="act", required=True, metavar="ACT")
+    for act, text in (
+        ("list", "Show every environment preset and what it lacks on this machine."),
+        ("install", "Install the packages of a preset or requirements file into a virtual environment of their own."),
+        ("check", "Reset, step and render a preset's environment; say in words what is missing or wrong."),
+    ):
+        made = acts.add_parser(act, help=text, description=text)
+        if act != "list":
+            made.add_argument("name", metavar="NAME")
+    environment_server.add_verbs(acts)
     demo = verb(
         "demo",
         _demo,

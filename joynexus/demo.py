@@ -36,6 +36,8 @@ FOLDER = PROJECT_ROOT / "runs" / "demo"
 REPORT = "report.json"
 TIMELINE = "timeline.png"
 WORKLOADS = ("push", "pick", "reach", "demos")
+IN_PLACE_OF_PICK = "libero"
+"""The workload that trains in LIBERO, as the paper's does, where that is installed."""
 _POLL_S = 1.0
 
 
@@ -95,7 +97,7 @@ def run_demo(home: Home | None, *, keep: bool, without_renderer: bool) -> int:
     for name in (REPORT, TIMELINE):  # those of an earlier demo say nothing about this one
         (FOLDER / name).unlink(missing_ok=True)
     was_up = processes.is_up(home)
-    workloads = demo_workloads(without_renderer)
+    workloads = demo_workloads(without_renderer, with_libero=not without_renderer and libero_is_here())
     try:
         addresses = processes.ensure_up(home, "laptop", lambda line: console.print(f"  {line}", highlight=False))
         report = asyncio.run(_run(home, addresses, workloads, console, begun))
@@ -119,9 +121,20 @@ def run_demo(home: Home | None, *, keep: bool, without_renderer: bool) -> int:
     return 1 if faults else 0
 
 
-def demo_workloads(without_renderer: bool) -> list[WorkloadSpec]:
+def libero_is_here() -> bool:
+    """Whether LIBERO is installed and has its scene files: `joynexus env check libero-object` says what it lacks."""
+    from services import environment_installs
+    from services.environments import libero, mujoco_renderer
+
+    if environment_installs.missing("libero.txt") is not None or mujoco_renderer.missing() is not None:
+        return False
+    return libero.scene_files() is not None
+
+
+def demo_workloads(without_renderer: bool, *, with_libero: bool = False) -> list[WorkloadSpec]:
     """The four workloads; without a renderer the ManiSkill ones take Reach-v0, its widths and its demonstrations."""
-    workloads = [presets.workload(name) for name in WORKLOADS]
+    names = [IN_PLACE_OF_PICK if with_libero and name == "pick" else name for name in WORKLOADS]
+    workloads = [presets.workload(name) for name in names]
     if not without_renderer:
         return workloads
     reach = presets.workload("reach")

@@ -26,6 +26,7 @@ from configs.model import ActionModuleSpec, BaseModelSpec, LoraSpec, PiSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, fitted
+from services import environment_installs
 from services.admission_of_data import dataset_path, declared_columns, open_dataset
 from services.admission_of_rl import faults_of_data, faults_of_module
 from services.environments import renderer
@@ -118,7 +119,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         _check_widths(faults, workload, training)
         _check_job_bytes(faults, workload, training, base, cluster)
         if training.environment is not None:
-            _check_renderer(faults, "environment", training.environment, cluster)
+            _check_simulator(faults, "environment", training.environment, cluster)
         for fault in faults_of_data(workload, training.environment, training.source, rewards=training.rewards):
             faults.add(*fault)
     for fault in faults_of_module(workload):
@@ -133,7 +134,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         _check_evaluation(faults, workload, evaluated_in)
         if workload.evaluation is not None and workload.evaluation.record is not None:
             faults.kept(partial(refuse_existing, home.datasets, workload.evaluation.record, "evaluation.record"))
-        _check_renderer(faults, "evaluation.environment", evaluated_in, cluster)
+        _check_simulator(faults, "evaluation.environment", evaluated_in, cluster)
         if training is not None:
             _check_evaluation_cameras(faults, training, evaluated_in)
     _check_hosts(faults, workload, cluster)
@@ -330,11 +331,15 @@ def _sizes(cameras: Sequence[CameraSpec]) -> str:
     return ", ".join(sorted(f"{c.name} {c.height}×{c.width}" for c in cameras))
 
 
-def _check_renderer(faults: _Faults, field: str, environment: EnvironmentSpec, cluster: ClusterSpec) -> None:
-    if environment.kind != "maniskill" or cluster.dask_scheduler is not None or environment.remote is not None:
-        return  # where the Dask workers are another's, this machine does not render
-    if (missing := renderer.check()) is not None:  # a few looks at the file system
-        others = [n for n in presets.names("environments") if presets.environment(n).kind != "maniskill"]
+def _check_simulator(faults: _Faults, field: str, environment: EnvironmentSpec, cluster: ClusterSpec) -> None:
+    if cluster.dask_scheduler is not None or environment.remote is not None:
+        return  # where the Dask workers are another's, this machine hosts no simulator
+    lacking = environment.requirements
+    if lacking is not None and environment_installs.missing(lacking) is not None:
+        faults.add(field, environment.name, "one that is installed here", environment_installs.remedy(lacking))
+    if environment.kind == "maniskill" and (missing := renderer.check()) is not None:  # a few looks at files
+        known = [presets.environment(name) for name in presets.names("environments")]
+        others = [e.name for e in known if e.kind != "maniskill" and not environment_installs.missing(e.requirements)]
         faults.add(
             field,
             environment.name,

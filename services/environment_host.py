@@ -7,8 +7,11 @@ The control socket is inherited from the process that started the host, or, from
 listening socket takes direct connections, for instance from an inference worker: they are served only with the token
 of the present session, and are closed when the next one begins. One request is carried out at a time.
 
-Operations: `configure`, `reset`, `batch_step`, `expert_episode`, `scene_positions`, `ping`, `close`. On the control
-socket alone: `configure`, `close`.
+Operations: `configure`, `reset`, `batch_step`, `expert_episode`, `scene_positions`, `remarks`, `ping`, `close`. On the
+control socket alone: `configure`, `close`.
+
+It may run under an interpreter that has gymnasium, numpy, msgpack and a simulator and nothing else: whatever is
+imported here, and under `services.environments`, keeps to these.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ class Host:
             return self._batch.scene_positions()
         if op == "expert_episode":
             return self._batch.expert_episode(fields["seed"], fields["noise"])
-        known = "batch_step, close, configure, expert_episode, ping, reset, scene_positions"
+        if op == "remarks":
+            return list(getattr(self._adapter, "remarks", ()))
+        known = "batch_step, close, configure, expert_episode, ping, remarks, reset, scene_positions"
         raise UnknownObject(refusal("op", op, known, "correct it"))
 
     def _configure(self, spec: dict[str, Any], num_envs: int, images: bool, session_token: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from configs.environment import EnvironmentSpec
 from configs.environment_folders import folder_of
 from configs.errors import SpecError, refusal
 from configs.home import PROJECT_ROOT, Home
+from services import environment_installs
 
 ENGINES = ("docker", "podman")
 SOCKETS, CODE, OWN = "/run/joynexus", "/opt/joynexus", "/opt/own"  # inside a container
@@ -111,14 +112,16 @@ def prepared(spec: EnvironmentSpec, home: Home | None) -> tuple[dict[str, Any], 
     container sees that; there `own.memory_mb` is None, since the engine limits it.
 
     Raises:
-        SpecError: if its folder is not registered, or it names an image and no container engine answers.
+        SpecError: if its requirements are not installed, its folder is not registered, or it names an image and no
+            container engine answers.
     """
     plain = spec.model_dump(mode="json")
+    interpreter = environment_installs.interpreter(spec.requirements)
     if spec.own is None:
-        return plain, Launch()
+        return plain, Launch(interpreter)
     folder = str(folder_of(home, spec.own.folder))
     if spec.own.image is None:
-        return {**plain, "own": {**plain["own"], "path": folder}}, Launch(own=True)
+        return {**plain, "own": {**plain["own"], "path": folder}}, Launch(interpreter, own=True)
     engine, why = answering_engine()
     if engine is None:
         raise SpecError(

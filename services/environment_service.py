@@ -33,6 +33,7 @@ from configs.errors import Conflict, EnvironmentFault, UnknownObject, refusal
 from configs.home import Home
 from configs.signature import canonical_json, digest
 from configs.spec import parse
+from services import environment_installs
 from services.environment_client import SessionClient
 from services.environment_launch import Launch, prepared
 from services.environment_pool import PLAIN, HostPool
@@ -176,7 +177,7 @@ class EnvironmentService:
             spec, launch = await asyncio.to_thread(prepared, *asked) if slow else prepared(*asked)
         # What a tenant's own code keeps from one session to the next is for that tenant alone.
         own = {} if request.environment.own is None else {"tenant_id": request.tenant_id}
-        key = canonical_json({"spec": spec, "images": request.images, **own})
+        key = canonical_json({"spec": spec, "images": request.images, "interpreter": launch.interpreter, **own})
         session_id = f"env-{secrets.token_hex(6)}"
         edges = [request.num_envs * i // request.hosts for i in range(request.hosts + 1)]
         parts = list(itertools.pairwise(edges))
@@ -324,7 +325,13 @@ class EnvironmentService:
         """What can be hosted here: `environments` (presets), `kinds` (None, or why that kind cannot run), `hosts`."""
         return {
             "environments": presets.names("environments"),
-            "kinds": {"gymnasium": None, "gymnasium_vector": None, "maniskill": renderer.check(), "python": None},
+            "kinds": {
+                "gymnasium": None,
+                "gymnasium_vector": None,
+                "libero": environment_installs.missing("libero.txt"),
+                "maniskill": renderer.check(),
+                "python": None,
+            },
             "hosts": self._pool.usage(),
         }
 

@@ -66,6 +66,7 @@ class Adapter(Protocol):
 _MODULES = {
     "gymnasium": "gymnasium_adapter:GymnasiumAdapter",
     "gymnasium_vector": "vector_adapter:GymnasiumVectorAdapter",
+    "libero": "libero:LiberoAdapter",
     "maniskill": "maniskill:make_adapter",
     "python": "python_adapter:PythonAdapter",
 }

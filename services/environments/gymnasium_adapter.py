@@ -6,6 +6,9 @@ What is expected of the environment: a Box action space of the declared width, a
   but one camera), or
 * a flat Box observation, taken as proprioception; the only camera is then what `render()` gives in `rgb_array` mode.
 
+Where it has other names, `state_key`, `state_range` and `camera_keys` of the declaration say which (see
+`observations.py`), and `options` are further arguments of `gymnasium.make`.
+
 An environment may offer `draws_each_step` (set to False here) and `render()`, so that frames nobody sees are not
 drawn, and `scene_positions()`. Success is `info["success"]` or `info["is_success"]`; an instruction of its own is
 `info["instruction"]` at reset.
@@ -20,7 +23,7 @@ import gymnasium
 import numpy as np
 
 from configs.errors import EnvironmentFault, SpecError, refusal
-from services.environments import reach
+from services.environments import mujoco_renderer, observations, reach
 from services.environments.adapter import StepResult
 
 
@@ -29,7 +32,9 @@ class GymnasiumAdapter:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         reach.register()
+        mujoco_renderer.select()  # of no consequence elsewhere
         self._spec = spec
+        self.remarks: list[str] = []
         self._cameras = {c["name"]: (c["height"], c["width"]) for c in spec["cameras"]}
         self._envs: list[gymnasium.Env[Any, Any]] = []
         self._observations: list[Any] = []
@@ -42,19 +47,26 @@ class GymnasiumAdapter:
         space = self._envs[0].action_space
         width = spec["action_width"]
         if not isinstance(space, gymnasium.spaces.Box) or space.shape != (width,):
-            raise SpecError(refusal("action_width", width, f"the action space of {spec['id']}: {space}", "correct it"))
+            boxed = isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1
+            remedy = "correct it" if boxed else "wrap the environment so that its actions are a Box [A]"
+            raise SpecError(refusal("action_width", width, f"the action space of {spec['id']}: {space}", remedy))
         self.action_low = space.low.astype(np.float32)
         self.action_high = space.high.astype(np.float32)
         self.versions = {"gymnasium": gymnasium.__version__, "numpy": np.__version__}
 
     def _make(self) -> gymnasium.Env[Any, Any]:
+        fixed = {
+            "max_episode_steps": self._spec["max_episode_steps"],
+            "disable_env_checker": True,
+            "render_mode": "rgb_array",
+        }
+        if taken := sorted(set(fixed) & set(self._spec["options"])):
+            raise SpecError(refusal("options", taken, "other arguments of gymnasium.make", "remove them"))
         try:
-            env = gymnasium.make(
-                self._spec["id"],
-                max_episode_steps=self._spec["max_episode_steps"],
-                disable_env_checker=True,
-                render_mode="rgb_array",
-            )
+            env = gymnasium.make(self._spec["id"], **fixed, **self._spec["options"])
+        except TypeError as error:
+            line, possible = " ".join(str(error).split()), f"arguments that {self._spec['id']} takes"
+            raise SpecError(refusal("options", self._spec["options"], possible, f"correct them ({line})")) from None
         except (gymnasium.error.Error, ModuleNotFoundError) as error:
             line = " ".join(str(error).split())
             raise SpecError(
@@ -90,18 +102,25 @@ class GymnasiumAdapter:
             observation, reward[row], terminated[row], truncated[row], info = self._envs[index].step(actions[row])
             self._observations[index] = observation
             success[row] = bool(info["success"] if "success" in info else info.get("is_success"))
+            if not {"success", "is_success"} & set(info) and not self.remarks:
+                possible, remedy = (
+                    "success or is_success",
+                    "put one there; without it every episode counts as a failure",
+                )
+                self.remarks.append(refusal("step's info", sorted(info), possible, remedy))
         return StepResult(reward, terminated, truncated, success)
 
     def proprioception(self, indices: Sequence[int]) -> np.ndarray:
         """float32 [n, S]."""
-        width = self._spec["state_width"]
-        rows = np.empty((len(indices), width), np.float32)
+        rows = np.empty((len(indices), self._spec["state_width"]), np.float32)
         for row, index in enumerate(indices):
             observation = self._observations[index]
-            state = observation["proprioception"] if isinstance(observation, dict) else observation
-            if np.shape(state) != (width,):
-                raise SpecError(refusal("state_width", width, f"the state's shape {np.shape(state)}", "correct it"))
-            rows[row] = state
+            key = observations.state_key(self._spec, observation)
+            state = np.asarray(observation if key is None else observation[key])
+            if state.ndim != 1:
+                remedy = "name a vector of the observation as state_key, or wrap the environment"
+                raise SpecError(refusal("state_key", key, f"a vector, not the state's shape {state.shape}", remedy))
+            rows[row] = state[observations.state_slice(self._spec, len(state))]
         return rows
 
     def render(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
@@ -111,25 +130,19 @@ class GymnasiumAdapter:
             for name, stack in images.items():
                 image = self._image(index, name)
                 if image.shape != stack.shape[1:]:
-                    raise SpecError(
-                        refusal(f"cameras.{name}", stack.shape[1:], f"the picture's shape {image.shape}", "correct it")
-                    )
+                    raise observations.wrong_size(name, stack.shape[1:], image.shape)
                 stack[row] = image
         return images
 
     def _image(self, index: int, camera: str) -> np.ndarray:
         observation = self._observations[index]
-        if isinstance(observation, dict):
-            if camera in observation:
-                return np.asarray(observation[camera])
-            if len(self._cameras) == 1 and "image" in observation:
-                return np.asarray(observation["image"])
-        if len(self._cameras) == 1:
-            image = self._envs[index].render()
-            if isinstance(image, np.ndarray):
-                return image
-        known = sorted(set(observation) - {"proprioception"}) if isinstance(observation, dict) else []
-        raise SpecError(refusal("cameras", camera, ", ".join(known) or "none", "name one that the environment has"))
+        key = observations.picture_key(self._spec, camera, observation)
+        image = self._envs[index].render() if key == observations.RENDERED else observation[key]
+        if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+            given = f"{key} that gives {getattr(image, 'dtype', type(image).__name__)}"
+            remedy = "let the environment give it so, or name another in camera_keys"
+            raise SpecError(refusal(f"cameras.{camera}", given, "a picture of uint8 [h, w, 3]", remedy))
+        return image
 
     def instructions(self, indices: Sequence[int]) -> list[str]:
         """What each environment's robot is told now."""

@@ -1,8 +1,9 @@
 """Adapters for ManiSkill: one `gym.make` an environment on the CPU, its batched simulation where CUDA exists.
 
 Observations are made here, not by ManiSkill: it renders in every step, while only frames that somebody gets are
-rendered here. Proprioception is qpos, qvel and the pose of the tool centre point (metres, quaternion w x y z), which
-makes 25 for the Panda arm; object poses are not part of it. Success terminates an episode.
+rendered here. Proprioception is qpos, qvel and, where the robot has one, the pose of the tool centre point (metres,
+quaternion w x y z), which makes 25 for the Panda arm; object poses are not part of it. Success terminates an episode.
+The reward is the densest that the task offers. `options` are further arguments of its `gymnasium.make`.
 
 A camera of the declaration is ManiSkill's sensor of that name, with or without `_camera` behind it.
 """
@@ -27,9 +28,11 @@ import gymnasium  # noqa: E402
 import sapien  # noqa: E402
 import torch  # noqa: E402
 from mani_skill.envs import sapien_env  # noqa: E402
+from mani_skill.envs.sapien_env import BaseEnv  # noqa: E402
 from mani_skill.envs.utils.system.backend import BackendInfo  # noqa: E402
 from mani_skill.render import ShaderConfig  # noqa: E402
 from mani_skill.sensors import camera  # noqa: E402
+from mani_skill.utils.registration import REGISTERED_ENVS  # noqa: E402
 
 from services.environments import light_visuals, shader_pack  # noqa: E402
 
@@ -41,7 +44,7 @@ def make_adapter(spec: Mapping[str, Any]) -> Adapter:
         SpecError: no such task, no CUDA device for backend `gpu`, or a declared width that is not the robot's.
         EnvironmentFault: no device here can render.
     """
-    if spec["id"] not in gymnasium.registry:
+    if spec["id"] not in REGISTERED_ENVS:
         raise SpecError(refusal("id", spec["id"], "a registered ManiSkill task, such as PushCube-v1", "correct it"))
     if spec["backend"] == "gpu":
         from services.environments.maniskill_gpu import ManiSkillGpuAdapter
@@ -100,19 +103,43 @@ class ManiSkillTask:
         self._dress()
 
     def _make(self, num_envs: int, sizes: Mapping[str, Any]) -> Any:
+        env_id, options = self._spec["id"], self._spec["options"]
+        fixed = {
+            "num_envs": num_envs,
+            # The cameras are built, but no step renders them.
+            "obs_mode": "none",
+            "reward_mode": reward_mode(REGISTERED_ENVS[env_id].cls),
+            "control_mode": self._spec["control_mode"],
+            "sensor_configs": {"shader_pack": "minimal", **sizes},
+            "human_render_camera_configs": {"shader_pack": "minimal"},  # never rendered; saves another pack
+            "sim_backend": "physx_cuda" if self._spec["backend"] == "gpu" else "physx_cpu",
+            "reconfiguration_freq": 0,
+        }
+        if taken := sorted(set(fixed) & set(options)):
+            raise SpecError(refusal("options", taken, f"other arguments of {env_id}", "remove them"))
         with _render_device():
-            return gymnasium.make(
-                self._spec["id"],
-                num_envs=num_envs,
-                # The cameras are built, but no step renders them.
-                obs_mode="none",
-                reward_mode="normalized_dense",
-                control_mode=self._spec["control_mode"],
-                sensor_configs={"shader_pack": "minimal", **sizes},
-                human_render_camera_configs={"shader_pack": "minimal"},  # never rendered; saves another pack
-                sim_backend="physx_cuda" if self._spec["backend"] == "gpu" else "physx_cpu",
-                reconfiguration_freq=0,
-            ).unwrapped
+            try:
+                return gymnasium.make(env_id, **fixed, **options).unwrapped
+            except TypeError as error:
+                line = " ".join(str(error).split())
+                raise SpecError(
+                    refusal("options", options, f"arguments of {env_id}", f"correct them ({line})")
+                ) from None
+            except EOFError:
+                # It asks on standard input whether to download what the task shows.
+                remedy = f"run `python -m mani_skill.utils.download_asset {env_id}`"
+                raise EnvironmentFault(
+                    refusal("id", env_id, "a task whose files are on this machine", remedy)
+                ) from None
+            except AssertionError:
+                if fixed["control_mode"] is None:
+                    raise
+                known: Any = gymnasium.make(env_id, **fixed | {"control_mode": None}, **options).unwrapped
+                modes = ", ".join(known.agent.supported_control_modes)
+                known.close()
+                raise SpecError(
+                    refusal("control_mode", fixed["control_mode"], modes, "choose one, or none for the first")
+                ) from None
 
     def _sensor(self, camera: str) -> str:
         known = self.env._sensors
@@ -125,8 +152,8 @@ class ManiSkillTask:
 
     def proprioception(self) -> np.ndarray:
         """float32 [num_envs, S]."""
-        robot = self.env.agent.robot
-        parts = (robot.get_qpos(), robot.get_qvel(), self.env.agent.tcp.pose.raw_pose)
+        robot, tool = self.env.agent.robot, getattr(self.env.agent, "tcp", None)
+        parts = (robot.get_qpos(), robot.get_qvel(), *(() if tool is None else (tool.pose.raw_pose,)))
         return torch.cat(parts, dim=1).float().cpu().numpy().copy()
 
     def render(self) -> dict[str, np.ndarray]:
@@ -159,10 +186,10 @@ class ManiSkillTask:
         """
         item = next((getattr(self.env, n) for n in ("cube", "obj") if hasattr(self.env, n)), None)
         goal = next((getattr(self.env, n) for n in ("goal_site", "goal_region") if hasattr(self.env, n)), None)
-        if item is None or goal is None:
+        if item is None or goal is None or getattr(self.env.agent, "tcp", None) is None:
             raise EnvironmentFault(
-                f"scene_positions: {self._spec['id']} has no actor named cube or obj and goal_site or goal_region; "
-                "add its names to services/environments/maniskill.py"
+                f"scene_positions: {self._spec['id']} has no actor named cube or obj and goal_site or goal_region, or "
+                "its robot no tool; add its names to services/environments/maniskill.py"
             )
         places = {"object": item.pose.p, "goal": goal.pose.p, "gripper": self.env.agent.tcp.pose.p}
         return {name: _numpy(place).astype(np.float32) for name, place in places.items()}
@@ -224,6 +251,18 @@ class ManiSkillCpuAdapter:
         """Release all scenes."""
         while self._tasks:
             self._tasks.pop().close()
+
+
+def reward_mode(task: type[BaseEnv]) -> str:
+    """The densest of the rewards that a task has; some list a mode whose function they do not have."""
+    functions = {"normalized_dense": "compute_normalized_dense_reward", "dense": "compute_dense_reward"}
+    for mode in ("normalized_dense", "dense", "sparse"):
+        function = functions.get(mode, "")
+        if mode in task.SUPPORTED_REWARD_MODES and getattr(task, function, mode) is not getattr(
+            BaseEnv, function, None
+        ):
+            return mode
+    return "none"
 
 
 def versions() -> dict[str, str]:

@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from configs.errors import EnvironmentFault, SpecError, refusal
-from services.environments import reach
+from services.environments import observations, reach
 from services.environments.adapter import StepResult
 from services.environments.autoreset import Row, as_numpy, autoreset_mode, final_rows, reset_rows, succeeded
 
@@ -90,13 +90,15 @@ class GymnasiumVectorAdapter:
                 num_envs=num_envs,
                 max_episode_steps=self._spec["max_episode_steps"],
                 render_mode="rgb_array",
+                **self._spec["options"],
             )
         except (gymnasium.error.Error, ModuleNotFoundError) as error:
             raise SpecError(
                 refusal("id", env_id, "a registered gymnasium id", f"correct it ({_line(error)})")
             ) from None
         except TypeError as error:
-            accepted = "a factory of num_envs, max_episode_steps and render_mode"
+            options = "".join(f" and {name}" for name in self._spec["options"])
+            accepted = f"a factory of num_envs, max_episode_steps and render_mode{options}"
             raise SpecError(refusal("id", env_id, accepted, f"let it accept them ({_line(error)})")) from None
         if not isinstance(env, VectorEnv) or env.num_envs != num_envs:
             given = f"{type(env).__name__} of {getattr(env, 'num_envs', 'no number of')} environments"
@@ -190,11 +192,12 @@ class GymnasiumVectorAdapter:
 
     def proprioception(self, indices: Sequence[int]) -> np.ndarray:
         """float32 [n, S]."""
-        width = self._spec["state_width"]
-        rows = self._part("proprioception" if isinstance(self._observation, Mapping) else None, indices)
-        if rows.shape != (len(indices), width):
-            raise SpecError(refusal("state_width", width, f"the state's shape {rows.shape[1:]}", "correct it"))
-        return rows.astype(np.float32, copy=False)
+        rows = self._part(observations.state_key(self._spec, self._observation), indices)
+        if rows.ndim != 2:
+            raise SpecError(
+                refusal("state_width", self._spec["state_width"], f"the state's shape {rows.shape[1:]}", "correct it")
+            )
+        return rows[:, observations.state_slice(self._spec, rows.shape[1])].astype(np.float32, copy=False)
 
     def render(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """uint8 [n, h, w, 3] of each declared camera."""
@@ -202,20 +205,15 @@ class GymnasiumVectorAdapter:
         for name, (height, width) in self._cameras.items():
             images[name] = self._image(name, indices)
             if images[name].shape[1:] != (height, width, 3):
-                shape = images[name].shape[1:]
-                raise SpecError(
-                    refusal(f"cameras.{name}", (height, width, 3), f"the picture's shape {shape}", "correct it")
-                )
+                raise observations.wrong_size(name, (height, width, 3), images[name].shape[1:])
         return images
 
     def _image(self, camera: str, indices: Sequence[int]) -> np.ndarray:
+        key = observations.picture_key(self._spec, camera, self._observation)
+        if key != observations.RENDERED:
+            return self._part(key, indices)
         parts = self._observation if isinstance(self._observation, Mapping) else {}
-        for key in (camera, "image") if len(self._cameras) == 1 else (camera,):
-            if key in parts:
-                return self._part(key, indices)
         known = ", ".join(sorted(set(parts) - {"proprioception"})) or "none"
-        if len(self._cameras) > 1:
-            raise SpecError(refusal("cameras", camera, known, "name one that the environment has"))
         if self._style is AutoresetMode.SAME_STEP:
             # Its render() shows the next episode already where one has ended.
             remedy = "put pictures into the observations, or take another auto-reset than same-step"

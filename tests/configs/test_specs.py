@@ -75,10 +75,27 @@ def test_all_faults_are_reported_at_once() -> None:
 
 
 def test_an_unknown_preset_lists_the_known_ones() -> None:
-    with pytest.raises(
-        SpecError, match="environment: got 'reech'; possible: pickcube, pushcube, pushcube-progress, reach; choose one"
-    ):
+    possible = "libero-10, libero-90, libero-goal, libero-object, libero-object-small, libero-spatial, pickcube, "
+    possible += "pushcube, pushcube-progress, reach"
+    with pytest.raises(SpecError, match=f"environment: got 'reech'; possible: {possible}; choose one"):
         presets.environment("reech")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"camera_keys": {"side": "render()"}}, "camera_keys: got ['side']; possible: top; correct it"),
+        ({"state_range": [0, 3]}, "state_range: got [0, 3]; possible: two numbers 2 apart, the state_width; make them"),
+        ({"requirements": "../libero.txt"}, "requirements: got '../libero.txt'"),
+        ({"options": {"sizes": [1, 2]}}, "options.sizes"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_an_environment_is_made_with_fits_it(changes: dict[str, Any], message: str) -> None:
+    environment = presets.environment("reach").model_dump(mode="json") | changes
+    with pytest.raises(SpecError) as caught:
+        parse(EnvironmentSpec, environment, where="environment")
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("turned", [["side"], ["top", "top"]])

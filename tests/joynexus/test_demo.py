@@ -73,6 +73,14 @@ def test_workloads_are_admitted(tmp_path: Path, without_renderer: bool, environm
             assert workload.algorithm.jobs >= demo_report.LEAST_UPDATES
 
 
+def test_where_libero_is_installed_it_takes_the_place_of_a_tenant() -> None:
+    names = [w.tenant.name for w in demo.demo_workloads(False, with_libero=True)]
+    assert names == ["push", "libero", "reach", "demos"]
+    (workload,) = [w for w in demo.demo_workloads(False, with_libero=True) if w.environment == "libero-object-small"]
+    assert workload.algorithm.num_envs * workload.algorithm.rollout_steps >= demo_report.LEAST_VALID_TRANSITIONS
+    assert workload.algorithm.jobs >= demo_report.LEAST_UPDATES
+
+
 # Where it runs
 
 

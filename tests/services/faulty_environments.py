@@ -55,6 +55,46 @@ class Faulty(Counter):
         return super().step(action)
 
 
-for name, entry in (("Counter-v0", Counter), ("Faulty-v0", Faulty)):
+class Goals(Counter):
+    """A dict observation in the manner of gymnasium-robotics, with a picture as an entry, and no word of success."""
+
+    def __init__(self, render_mode: str | None = None, depth: bool = False) -> None:
+        super().__init__(render_mode)
+        self.action_space = spaces.Box(-1.0, 1.0, (1,), np.float64)
+        self._depth = depth
+
+    def _seen(self) -> dict[str, np.ndarray]:
+        self._image[:] = 100 + int(self._state[1])
+        eye = self._image.astype(np.float32) if self._depth else self._image
+        return {"observation": np.array([7, *self._state, 8], np.float64), "desired_goal": self._state, "eye": eye}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        return self._seen(), {}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _, reward, terminated, truncated, _ = super().step(action)
+        return self._seen(), reward, terminated, truncated, {}
+
+
+class Restless(Counter):
+    """How an episode begins is not the seed's to say, and what steps do is not seen."""
+
+    begun = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        Restless.begun += 1
+        self._state[:] = Restless.begun, 0
+        return self._state, {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return self._state, float("nan"), False, False, {"success": False}
+
+    def render(self) -> np.ndarray:
+        return self._image
+
+
+_ALL = {"Counter-v0": Counter, "Faulty-v0": Faulty, "Goals-v0": Goals, "Restless-v0": Restless}
+for name, entry in _ALL.items():
     if name not in gymnasium.registry:
         gymnasium.register(name, entry_point=entry, max_episode_steps=5)

@@ -38,6 +38,7 @@ def _a_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_renderer(_a_renderer: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither a driver named by the user nor one that can be found."""
     monkeypatch.delenv("VK_ICD_FILENAMES")
+    monkeypatch.setenv("JOYNEXUS_ENVIRONMENTS", str(tmp_path))  # nor another simulator
     monkeypatch.setattr(renderer, "_DRIVER_FOLDERS", (tmp_path,))
     monkeypatch.setattr(renderer, "SWIFTSHADER_PATHS", ())
 
@@ -552,3 +553,15 @@ def test_pictures_larger_than_a_policy_takes_are_refused_unless_they_are_resized
     assert fault.startswith("data.columns.cameras: got 'top (8 × 1280)'; possible: up to 1024 pixels a side; declare a")
     smaller = {"cameras": {"top": {"key": "observation.images.top", "height": 64, "width": 64}}}
     admit(supervised({"dataset": str(path), "columns": smaller}), Home(tmp_path), LAPTOP)
+
+
+def test_a_simulator_that_is_not_installed_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOYNEXUS_ENVIRONMENTS", str(tmp_path))
+    spec = presets.workload("libero")
+    with pytest.raises(SpecError) as caught:
+        admit(spec, Home(tmp_path), LAPTOP)
+    for field in ("environment", "evaluation.environment"):
+        given = f"{field}: got 'libero-object-small'; possible: one that is installed here; "
+        assert given + "run `joynexus env install libero`" in str(caught.value)

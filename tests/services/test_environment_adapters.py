@@ -352,7 +352,12 @@ def test_light_visuals_change_the_picture_and_not_the_physics():
         (toy(action_width=3, action={"mean": [0, 0, 0], "std": [1, 1, 1]}), "action_width: got 3"),
         (preset("reach", id="Nowhere-v0"), "id: got 'Nowhere-v0'; possible: a registered gymnasium id"),
         (preset("reach", backend="gpu"), "backend: got 'gpu'; possible: cpu"),
-        (preset("reach", kind="mujoco"), "kind: got 'mujoco'; possible: gymnasium, gymnasium_vector, maniskill"),
+        (
+            preset("reach", kind="mujoco"),
+            "kind: got 'mujoco'; possible: gymnasium, gymnasium_vector, libero, maniskill",
+        ),
+        (preset("reach", options={"size": 3}), "options: got {'size': 3}; possible: arguments that Reach-v0 takes; "),
+        (preset("reach", options={"render_mode": "human"}), "options: got ['render_mode']; possible: other arguments"),
     ],
 )
 def test_a_wrong_declaration_is_refused_by_field(spec, message):
@@ -369,6 +374,9 @@ def test_a_wrong_declaration_is_refused_by_field(spec, message):
         ({"backend": "gpu"}, "backend: got 'gpu'; possible: cpu, since this machine has no CUDA device"),
         ({"cameras": [{"name": "wrist", "height": 64, "width": 64}]}, "cameras: got 'wrist'; possible: base"),
         ({"state_width": 7}, "state_width: got 7; possible: 25"),
+        ({"control_mode": "by_hand"}, "control_mode: got 'by_hand'; possible: pd_joint_delta_pos, pd_joint_pos, "),
+        ({"options": {"robot": 1}}, "options: got {'robot': 1}; possible: arguments of PushCube-v1; correct them"),
+        ({"options": {"num_envs": 2}}, "options: got ['num_envs']; possible: other arguments of PushCube-v1"),
     ],
 )
 def test_a_wrong_maniskill_declaration_is_refused_by_field(changes, message):
@@ -379,6 +387,44 @@ def test_a_wrong_maniskill_declaration_is_refused_by_field(changes, message):
     with pytest.raises(SpecError) as caught:
         make_adapter(preset("pushcube", **changes), 1)
     assert str(caught.value).startswith(message)
+
+
+@needs_renderer
+@pytest.mark.parametrize(
+    ("changes", "low", "terms"),
+    [
+        # Another task with other cameras' sizes and joint control: its dense reward, 0 to 1.
+        ({"id": "StackCube-v1", "control_mode": "pd_joint_delta_pos", "action_width": 8}, -1.0, "normalized_dense"),
+        # No arm and so no tool: two joints' positions and velocities.
+        ({"id": "MS-CartpoleBalance-v1", "state_width": 4, "action_width": 1}, -1.0, "normalized_dense"),
+    ],
+    ids=lambda value: value["id"] if isinstance(value, dict) else "",
+)
+def test_any_maniskill_task_runs_as_it_is_declared(changes, low, terms):
+    from services.environments.maniskill import REGISTERED_ENVS, reward_mode
+
+    spec = preset("pushcube", control_mode=None, light_visuals=False, instruction="do it") | changes
+    spec["max_episode_steps"] = 4
+    adapter = make_adapter(spec, 1)
+    batch = EnvironmentBatch(spec, adapter, 1, images=True)
+    first = batch.reset([3])
+    assert first["instructions"] == ["do it"]
+    assert len(np.unique(first["images"]["base"])) > 2
+    result = batch.batch_step(np.full((1, 4, spec["action_width"]), 0.3, np.float32), [None])
+    assert (adapter.action_low[0], reward_mode(REGISTERED_ENVS[spec["id"]].cls)) == (low, terms)
+    assert (result["reward"] >= 0).all()
+    assert (result["reward"] <= 1).all()
+    assert result["truncated"][0, 3]
+    assert (result["final_observation"]["proprioception"] != first["proprioception"]).any()
+    adapter.close()
+
+
+@needs_renderer
+def test_a_task_of_success_alone_is_rewarded_by_it():
+    from services.environments.maniskill import REGISTERED_ENVS, reward_mode
+
+    assert reward_mode(REGISTERED_ENVS["PlugCharger-v1"].cls) == "sparse"
+    assert reward_mode(REGISTERED_ENVS["Empty-v1"].cls) == "none"
 
 
 def test_positions_that_an_environment_does_not_offer_are_a_fault():

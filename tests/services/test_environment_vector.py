@@ -302,7 +302,10 @@ def test_a_missing_final_observation_is_the_environments_fault() -> None:
     ("changes", "message"),
     [
         ({"action_width": 3, "action": {"mean": [0] * 3, "std": [1] * 3}}, "action_width: got 3; possible: the action"),
-        ({"state_width": 3}, "state_width: got 3; possible: the state's shape (2,); correct it"),
+        (
+            {"state_width": 3},
+            "state_width: got 3; possible: 2, the values that tests.",
+        ),
         ({"backend": "gpu"}, "backend: got 'gpu'; possible: cpu; the vector environment chooses its own device"),
     ],
 )

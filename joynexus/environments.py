@@ -1,0 +1,65 @@
+"""`joynexus env`: simulators on this machine, listed, installed, tried. None of it needs a running platform."""
+
+from __future__ import annotations
+
+import asyncio
+
+from configs import presets
+from configs.errors import SpecError, refusal
+from configs.home import Home
+from joynexus import tables
+from services import environment_installs
+from services.environments import renderer
+
+
+def print_environments() -> int:
+    """A line an environment preset: what it is, and what it lacks here."""
+    from rich.table import Table
+
+    table = Table()
+    for column in ("environment", "kind", "id", "here"):
+        table.add_column(column)
+    for name in presets.names("environments"):
+        spec = presets.environment(name)
+        lacks = renderer.check() if spec.kind == "maniskill" else environment_installs.missing(spec.requirements)
+        table.add_row(name, spec.kind, spec.id, lacks or "ready")
+    tables.console().print(table)
+    return 0
+
+
+def install(name: str) -> int:
+    """Install what a preset or requirements file asks for; 0.
+
+    Raises:
+        SpecError: there is nothing of that name, or nothing to install.
+        JoyNexusError: pip failed.
+    """
+    requirements = environment_installs.requirements_of(name)
+    if requirements is None:
+        with_files = [n for n in presets.names("environments") if presets.environment(n).requirements is not None]
+        possible = ", ".join([*environment_installs.known(), *with_files])
+        raise SpecError(refusal("name", name, possible, "nothing else is to be installed for this one"))
+    made = environment_installs.install(requirements, lambda line: print(line, flush=True))
+    print(f"installed: {made}")
+    return 0
+
+
+def check(name: str, home: Home) -> int:
+    """Try a preset's environment; a line a finding; 0, or 1 if anything is missing or wrong."""
+    from services.environment_check import check as findings
+
+    spec = presets.environment(name, "name")
+
+    async def run() -> int:
+        faults = 0
+        async for finding in findings(spec, home=home):
+            faults += finding.fault is not None
+            mark, text = (
+                ("ok  ", finding.what) if finding.fault is None else ("FAIL", f"{finding.what}: {finding.fault}")
+            )
+            print(f"{mark} {text}", flush=True)
+        return faults
+
+    faults = asyncio.run(run())
+    print(f"{name}: ready" if not faults else f"{name}: {faults} to mend")
+    return 1 if faults else 0

@@ -200,6 +200,32 @@ def test_what_is_padded_reaches_neither_loss_nor_gradient(module: ActionModule) 
     assert all((g == 0).all() for g in none.values())
 
 
+def test_what_is_padded_reaches_neither_scores_nor_errors(scoring: ActionModule) -> None:
+    """NaN behind the prefix's mask, and in recorded actions that are padding: the same bits, gradients too."""
+    feature, state = inputs(5)
+    assert not feature.mask.all()
+    action, is_pad = demonstration(5)
+    trace = scoring.act(feature, state, torch.Generator().manual_seed(1)).trace
+
+    def found(feature: VLAFeature, action: torch.Tensor) -> list[torch.Tensor]:
+        scoring.zero_grad()
+        scored = scoring.evaluate(feature, state, trace)
+        regression = scoring.regress(feature, state, action, is_pad, torch.Generator().manual_seed(2))
+        results = [scored.log_prob, scored.entropy, scored.value, regression.error, regression.value]
+        sum((result.sum() for result in results), torch.zeros(())).backward()
+        return [*(result.detach() for result in results), *(p.grad for p in scoring.parameters() if p.grad is not None)]
+
+    right = found(feature, action)
+    assert all(result.isfinite().all() for result in right)
+    assert (right[3][is_pad] == 0).all()
+    assert (right[3][~is_pad] != 0).all()
+    for value in (1e30, math.nan):
+        padded = torch.where(is_pad[..., None], torch.tensor(value), action)
+        other = found(changed_behind_the_mask(feature, value), padded)
+        assert len(other) == len(right)
+        assert all(torch.equal(a, b) for a, b in zip(other, right, strict=True))
+
+
 def test_microbatches_with_one_generator_add_up_to_the_whole_batch(module: ActionModule) -> None:
     """17 valid actions of 20; as 2 + 2 + 1 rows, each divided by the whole batch's count."""
     feature, state = inputs(5)

@@ -65,6 +65,10 @@ class SessionClient:
             actions: float32 [B, H, A] in environment units.
             next_seeds: B seeds for environments whose episode ends now; None leaves such a one idle.
 
+        Returns:
+            reward float32 [B, H], valid, terminated and truncated bool [B, H], success bool [B], observation after
+            automatic reset, final_rows int64 [K] and final_observation of the K whose episode ended, busy_s.
+
         Raises:
             TenantFault: wrong shape or values.
             EnvironmentFault: a host failed or was too slow.

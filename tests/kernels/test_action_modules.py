@@ -18,7 +18,7 @@ from configs.model import ActionModuleSpec, FlowNoiseSpec, FlowSdeSpec, Gr00tSpe
 from kernels import action_modules, flow_matching
 from kernels.action_modules import ActionModule, export_parameters, load_parameters
 from kernels.features import PrefixCache, VLAFeature
-from kernels.losses import PpoCounts, ppo, sft_valid_count
+from kernels.losses import Coefficients, PpoCounts, policy_gradient, sft_valid_count
 
 BASE = presets.base_model("tiny-qwen3-vl")
 LENGTH = 24
@@ -317,7 +317,8 @@ def test_sampler_and_scorer_agree_so_that_frozen_weights_give_ratio_one(scoring:
     for rows in (slice(0, 4), slice(4, 8)):
         trace = {name: kept[rows] for name, kept in decision.trace.items()}
         scored = scoring.evaluate(feature[rows], state[rows], trace)
-        loss = ppo(
+        loss = policy_gradient(
+            Coefficients(granularity="action", clip_low=0.2, clip_high=0.2, value_coef=0.5),
             log_prob=scored.log_prob,
             old_log_prob=decision.log_prob[rows],
             entropy=scored.entropy,
@@ -326,10 +327,6 @@ def test_sampler_and_scorer_agree_so_that_frozen_weights_give_ratio_one(scoring:
             returns=torch.zeros(4),
             valid=torch.ones(4, 4, dtype=torch.bool),
             counts=PpoCounts(16.0, 4.0),
-            clip_coef=0.2,
-            value_coef=0.5,
-            entropy_coef=0.0,
-            granularity="action",
         )
         optimizer.zero_grad()
         loss.total.backward()

@@ -5,7 +5,7 @@
 #   make test TOGETHER=           one process instead of two
 
 # Tests on the platform wait much: the others run beside them in a second process.
-TOGETHER = -n 2 --dist loadgroup --no-loadscope-reorder
+TOGETHER = -n 2 --no-loadscope-reorder
 
 .PHONY: demo test test-interop lint format install renderer browser
 

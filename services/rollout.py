@@ -26,13 +26,25 @@ Progress = Callable[[int, int], None]
 
 
 class Session(Protocol):
-    """B environments stepped together; see services/environment_service.py for the arrays."""
+    """B environments stepped together; `SessionClient` is one."""
 
     async def reset(self, seeds: Sequence[int | None]) -> Observation: ...
 
     async def batch_step(
         self, actions: np.ndarray, next_seeds: Sequence[int | None], *, every_step: bool = False
-    ) -> dict[str, Any]: ...
+    ) -> dict[str, Any]:
+        """Execute a chunk open-loop, in each environment until its episode ends.
+
+        Args:
+            actions: float32 [B, H, A] in environment units.
+            next_seeds: B seeds for environments whose episode ends now; None leaves such a one idle.
+            every_step: also give what was seen before each action of the chunk.
+
+        Returns:
+            reward float32 [B, H], valid, terminated and truncated bool [B, H], success bool [B], observation after
+            automatic reset, final_rows int64 [K] and final_observation of the K whose episode ended, busy_s.
+        """
+        ...
 
 
 class Watcher(Protocol):

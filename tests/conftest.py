@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,15 +40,26 @@ settings.load_profile("joynexus")
 _ON_A_PLATFORM = ("flows", "joynexus", "tasks")
 
 
-@pytest.hookimpl(tryfirst=True)
+def _on_a_platform(nodeid: str) -> bool:
+    return nodeid.removeprefix("tests/").split("/", 1)[0] in _ON_A_PLATFORM
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on a platform come first, because they take longest."""
+    items.sort(key=lambda item: not _on_a_platform(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where tests run in two processes, those on a platform share one process, for they share the platform; it waits
-    much, so the others run beside it, a file at a time. It comes first, because it takes longest."""
-    here = Path(__file__).parent
-    shared = {item: item.path.relative_to(here).parts[0] in _ON_A_PLATFORM for item in items}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("platform" if shared[item] else item.path.name))
-    items.sort(key=lambda item: not shared[item])
+    much, so the others run beside them, a file at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPlatform(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "platform" if _on_a_platform(nodeid) else nodeid.split("::", 1)[0]
+
+    return ByPlatform(config, log)
 
 
 @pytest.fixture(scope="session")

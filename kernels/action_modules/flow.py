@@ -47,7 +47,18 @@ class FlowSde(nn.Module):
         self.level, self.steps = spec.noise_level, steps
 
     def draw(self, rows: int, horizon: int, width: int, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Which step, and its noise, row by row; step −1, none, without a generator."""
+        """Which step, and its noise, row by row; step −1, none, without a generator.
+
+        Args:
+            rows: B.
+            horizon: H.
+            width: A.
+            generator: on the CPU; its state moves on.
+
+        Returns:
+            denoising_step int64 [B] in −1 … K − 1, and step_noise, standard normal (0 without a generator), float32
+            [B, H, A].
+        """
         if generator is None:
             step, noise = torch.full((rows,), -1), torch.zeros(rows, horizon, width)
         else:
@@ -88,7 +99,17 @@ class FlowNoise(nn.Module):
         self.deviation = RowLinear(width, action_width)
 
     def draw(self, rows: int, horizon: int, width: int, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """The noise of all steps, row by row; none without a generator."""
+        """The noise of all steps, row by row; none without a generator.
+
+        Args:
+            rows: B.
+            horizon: H.
+            width: A.
+            generator: on the CPU; its state moves on.
+
+        Returns:
+            step_noise, standard normal (0 without a generator), float32 [B, K, H, A].
+        """
         if generator is None:
             return {"step_noise": torch.zeros(rows, self.steps, horizon, width)}
         drawn = [torch.randn(self.steps, horizon, width, generator=generator) for _ in range(rows)]

@@ -100,7 +100,7 @@ class OftModule(ActionModule):
         return Regression(torch.where(is_pad, torch.zeros_like(log_prob), -log_prob), value)
 
     def draw(self, rows: int, generator: torch.Generator | None, *, exploring: bool = True) -> Noise:
-        """See `ActionModule`: standard deviations from the mean."""
+        """See `ActionModule`: deviation float32 [B, H, A], standard deviations from the mean."""
         shape = (rows, self.spec.horizon, self.spec.action_width)
         drawn = generator is not None and exploring
         return {"deviation": torch.randn(shape, generator=generator) if drawn else torch.zeros(shape)}

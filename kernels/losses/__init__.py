@@ -11,7 +11,7 @@ from __future__ import annotations
 from kernels.losses.advantage_weighted import AwrLoss, advantage_weights, awr
 from kernels.losses.masks import Granularity, PpoCounts, elements, masked_max, masked_sum, ppo_counts
 from kernels.losses.policy import behaviour_weights, clip_fraction, clipped_surrogate, log_ratio, reinforce
-from kernels.losses.policy_gradient import Coefficients, PolicyLoss, policy_gradient, ppo
+from kernels.losses.policy_gradient import Coefficients, PolicyLoss, policy_gradient
 from kernels.losses.regularisers import KlEstimator, kl_estimate
 from kernels.losses.sft import sft_l1, sft_valid_count
 from kernels.losses.value import explained_variance, value_loss
@@ -35,7 +35,6 @@ __all__ = [
     "masked_max",
     "masked_sum",
     "policy_gradient",
-    "ppo",
     "ppo_counts",
     "reinforce",
     "sft_l1",

@@ -13,12 +13,12 @@ Granularity = Literal["action", "chunk"]
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `x` where `mask`; an empty mask gives 0."""
+    """Sum [] of `x` (float32, any shape) where `mask` (bool of that shape), with x's gradient; none gives 0."""
     return torch.where(mask, x, torch.zeros_like(x)).sum()
 
 
 def masked_max(x: Tensor, mask: Tensor) -> float:
-    """Greatest of `x` where `mask`; an empty mask gives 0."""
+    """Greatest of `x` (float32, any shape) where `mask` (bool of that shape); none gives 0."""
     return float(x[mask].max()) if mask.any() else 0.0
 
 

@@ -40,11 +40,14 @@ def clipped_surrogate(
     than c A, so that an action that has become far likelier than it was does not dominate the step.
 
     Args:
-        ratio: π(a) / π_old(a), with gradient.
-        advantage: of ratio's shape.
+        ratio: π(a) / π_old(a), with gradient, float32 [B, H] (an action's) or [B] (a chunk's).
+        advantage: float32, of ratio's shape.
         clip_low: room below 1.
         clip_high: room above 1.
         dual_clip: c > 1; None: off.
+
+    Returns:
+        float32, of ratio's shape; to be minimised.
     """
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratio * advantage, clipped * advantage)
@@ -54,7 +57,16 @@ def clipped_surrogate(
 
 
 def clip_fraction(ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """1 where the ratio is out of bounds, else 0."""
+    """1 where the ratio is out of bounds, else 0.
+
+    Args:
+        ratio: float32 [B, H] or [B].
+        clip_low: room below 1.
+        clip_high: room above 1.
+
+    Returns:
+        float32, of ratio's shape.
+    """
     offset = ratio - 1
     return ((offset > clip_high) | (offset < -clip_low)).to(ratio.dtype)
 
@@ -69,11 +81,11 @@ def behaviour_weights(log_ratio: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     rollouts by Fu et al. 2025 (AReaL). The cap bounds the variance (truncated importance sampling, Ionides 2008).
 
     Args:
-        log_ratio: log π_proximal(a) − log π_behaviour(a) of each element.
+        log_ratio: log π_proximal(a) − log π_behaviour(a) of each element, float32 [B, H] or [B].
         cap: the greatest weight.
 
     Returns:
-        The weights, and 1 where one was capped, else 0.
+        The weights, and 1 where one was capped, else 0; float32, of log_ratio's shape, without gradient.
     """
     with torch.no_grad():
         capped = log_ratio > math.log(cap)
@@ -83,5 +95,13 @@ def behaviour_weights(log_ratio: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 
 
 def reinforce(log_prob: Tensor, advantage: Tensor) -> Tensor:
-    """−A log π(a) of each element (Williams 1992; the baseline is in the advantage)."""
+    """−A log π(a) of each element (Williams 1992; the baseline is in the advantage).
+
+    Args:
+        log_prob: with gradient, float32 [B, H] (an action's) or [B] (a chunk's sum).
+        advantage: float32, of log_prob's shape.
+
+    Returns:
+        float32, of log_prob's shape; to be minimised.
+    """
     return -advantage * log_prob

@@ -193,45 +193,6 @@ def policy_gradient(
         )
 
 
-def ppo(
-    *,
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    entropy: Tensor,
-    value: Tensor,
-    advantage: Tensor,
-    returns: Tensor,
-    valid: Tensor,
-    counts: PpoCounts,
-    clip_coef: float,
-    value_coef: float,
-    entropy_coef: float,
-    granularity: Granularity,
-) -> PolicyLoss:
-    """Proximal policy optimisation with a clipped ratio: `policy_gradient` with equal bounds, a critic and an entropy.
-
-    Source: Schulman et al. 2017, equation 7; names and value loss (half squared error, not clipped) as in cleanrl.
-    """
-    coefficients = Coefficients(
-        granularity=granularity,
-        clip_low=clip_coef,
-        clip_high=clip_coef,
-        value_coef=value_coef,
-        entropy_coef=entropy_coef,
-    )
-    return policy_gradient(
-        coefficients,
-        log_prob=log_prob,
-        old_log_prob=old_log_prob,
-        entropy=entropy,
-        value=value,
-        advantage=advantage,
-        returns=returns,
-        valid=valid,
-        counts=counts,
-    )
-
-
 def _given(name: str, tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise SpecError(refusal(name, None, "a tensor, which the coefficients ask for", "pass it"))

@@ -21,8 +21,12 @@ def kl_estimate(log_ratio: Tensor, estimator: KlEstimator) -> Tensor:
     mean is 0 whatever the distance.
 
     Args:
-        log_ratio: log π(a) − log π_ref(a), with gradient; 0 where masked (the estimate then is 0).
+        log_ratio: log π(a) − log π_ref(a), with gradient, float32 [B, H] (an action's) or [B] (a chunk's); 0 where
+            masked (the estimate then is 0).
         estimator: which of the three.
+
+    Returns:
+        float32, of log_ratio's shape.
     """
     if estimator == "k1":
         return log_ratio

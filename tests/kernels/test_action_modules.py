@@ -18,7 +18,7 @@ from configs.model import ActionModuleSpec, FlowNoiseSpec, FlowSdeSpec, Gr00tSpe
 from kernels import action_modules, flow_matching
 from kernels.action_modules import ActionModule, export_parameters, load_parameters
 from kernels.features import PrefixCache, VLAFeature
-from kernels.losses import PpoCounts, ppo, sft_valid_count
+from kernels.losses import Coefficients, PpoCounts, policy_gradient, sft_valid_count
 
 BASE = presets.base_model("tiny-qwen3-vl")
 LENGTH = 24
@@ -200,6 +200,32 @@ def test_what_is_padded_reaches_neither_loss_nor_gradient(module: ActionModule) 
     assert all((g == 0).all() for g in none.values())
 
 
+def test_what_is_padded_reaches_neither_scores_nor_errors(scoring: ActionModule) -> None:
+    """NaN behind the prefix's mask, and in recorded actions that are padding: the same bits, gradients too."""
+    feature, state = inputs(5)
+    assert not feature.mask.all()
+    action, is_pad = demonstration(5)
+    trace = scoring.act(feature, state, torch.Generator().manual_seed(1)).trace
+
+    def found(feature: VLAFeature, action: torch.Tensor) -> list[torch.Tensor]:
+        scoring.zero_grad()
+        scored = scoring.evaluate(feature, state, trace)
+        regression = scoring.regress(feature, state, action, is_pad, torch.Generator().manual_seed(2))
+        results = [scored.log_prob, scored.entropy, scored.value, regression.error, regression.value]
+        sum((result.sum() for result in results), torch.zeros(())).backward()
+        return [*(result.detach() for result in results), *(p.grad for p in scoring.parameters() if p.grad is not None)]
+
+    right = found(feature, action)
+    assert all(result.isfinite().all() for result in right)
+    assert (right[3][is_pad] == 0).all()
+    assert (right[3][~is_pad] != 0).all()
+    for value in (1e30, math.nan):
+        padded = torch.where(is_pad[..., None], torch.tensor(value), action)
+        other = found(changed_behind_the_mask(feature, value), padded)
+        assert len(other) == len(right)
+        assert all(torch.equal(a, b) for a, b in zip(other, right, strict=True))
+
+
 def test_microbatches_with_one_generator_add_up_to_the_whole_batch(module: ActionModule) -> None:
     """17 valid actions of 20; as 2 + 2 + 1 rows, each divided by the whole batch's count."""
     feature, state = inputs(5)
@@ -291,7 +317,8 @@ def test_sampler_and_scorer_agree_so_that_frozen_weights_give_ratio_one(scoring:
     for rows in (slice(0, 4), slice(4, 8)):
         trace = {name: kept[rows] for name, kept in decision.trace.items()}
         scored = scoring.evaluate(feature[rows], state[rows], trace)
-        loss = ppo(
+        loss = policy_gradient(
+            Coefficients(granularity="action", clip_low=0.2, clip_high=0.2, value_coef=0.5),
             log_prob=scored.log_prob,
             old_log_prob=decision.log_prob[rows],
             entropy=scored.entropy,
@@ -300,10 +327,6 @@ def test_sampler_and_scorer_agree_so_that_frozen_weights_give_ratio_one(scoring:
             returns=torch.zeros(4),
             valid=torch.ones(4, 4, dtype=torch.bool),
             counts=PpoCounts(16.0, 4.0),
-            clip_coef=0.2,
-            value_coef=0.5,
-            entropy_coef=0.0,
-            granularity="action",
         )
         optimizer.zero_grad()
         loss.total.backward()

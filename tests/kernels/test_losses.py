@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.losses import PolicyLoss, masked_sum, ppo, ppo_counts, sft_l1, sft_valid_count
+from kernels.losses import (
+    Coefficients,
+    PolicyLoss,
+    masked_sum,
+    policy_gradient,
+    ppo_counts,
+    sft_l1,
+    sft_valid_count,
+)
 
 
 def ppo_of(rows: slice | None = None, counts_from: torch.Tensor | None = None, **fields: Any) -> PolicyLoss:
@@ -23,12 +31,12 @@ def ppo_of(rows: slice | None = None, counts_from: torch.Tensor | None = None, *
         "valid": torch.ones(2, 2, dtype=torch.bool),
         **{name: value for name, value in fields.items() if isinstance(value, torch.Tensor)},
     }
-    settings = {"clip_coef": 0.2, "value_coef": 0.5, "entropy_coef": 0.1, "granularity": "action"}
+    settings = {"clip_low": 0.2, "clip_high": 0.2, "value_coef": 0.5, "entropy_coef": 0.1, "granularity": "action"}
     settings |= {name: value for name, value in fields.items() if not isinstance(value, torch.Tensor)}
     counts = ppo_counts(arguments["valid"] if counts_from is None else counts_from, settings["granularity"])
     if rows is not None:
         arguments = {name: value[rows] for name, value in arguments.items()}
-    return ppo(**arguments, counts=counts, **settings)
+    return policy_gradient(Coefficients(**settings), **arguments, counts=counts)
 
 
 def test_l1_by_hand_with_padding() -> None:

@@ -21,7 +21,6 @@ from kernels.losses import (
     explained_variance,
     kl_estimate,
     policy_gradient,
-    ppo,
     ppo_counts,
     value_loss,
 )
@@ -362,21 +361,6 @@ def test_five_valid_of_eight_in_two_halves() -> None:
     halves = [value_loss(value[i : i + 4], torch.zeros(4), valid[i : i + 4], 5.0).item() for i in (0, 4)]
     assert sum(halves) == pytest.approx(12.6)
     assert value_loss(value, torch.zeros(8), valid, 5.0).item() == pytest.approx(12.6)
-
-
-def test_ppo_is_a_setting_of_it_to_the_bit() -> None:
-    fields = batch(6, 3, 2)
-    loss, _ = loss_of(Coefficients(granularity="action", **SETTINGS["ppo"]), fields)
-    names = ("log_prob", "old_log_prob", "entropy", "value", "advantage", "returns", "valid")
-    other = ppo(
-        **{name: fields[name] for name in names},
-        counts=ppo_counts(fields["valid"], "action"),
-        clip_coef=0.2,
-        value_coef=0.5,
-        entropy_coef=0.01,
-        granularity="action",
-    )
-    assert torch.equal(loss.total, other.total)
 
 
 def test_explained_variance_by_hand() -> None:

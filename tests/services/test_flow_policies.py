@@ -1,4 +1,5 @@
-"""Modules that denoise learn by RL: what serving acted and stored is what training scores, through both services."""
+"""Modules learn by RL, those that denoise too: what serving acted and stored is what training scores, through both
+services."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from configs.backend import BackendConfig
 from configs.home import PROJECT_ROOT
+from configs.workload import ResourcesSpec
 from kernels import backbones
 from kernels.backbones import Backbone
 from services import serving
@@ -32,11 +34,11 @@ def backbone() -> Backbone:
     return backbones.load(BASE, PROJECT_ROOT)
 
 
-def declared(kind: str, name: str, **settings: Any) -> BackendConfig:
-    config = backend("a", "rl", kind=kind, horizon=HORIZON, flow=FLOWS[name], **settings)
-    # Rollouts hold pictures: what these modules denoise from is larger than they are.
-    assert not config.features_travel
-    return config
+def declared(kind: str, name: str | None, **settings: Any) -> BackendConfig:
+    config = backend("a", "rl", kind=kind, horizon=HORIZON, flow=None if name is None else FLOWS[name], **settings)
+    # Rollouts hold pictures: what modules denoise from is larger than they are, and what a lora reads changes.
+    assert config.features_travel == (kind == "oft")
+    return config.model_copy(update={"resources": ResourcesSpec(reuse_features="never")})
 
 
 def acted(backbone: Backbone, config: BackendConfig, seen: dict[str, Any]) -> Prediction:
@@ -82,14 +84,15 @@ def partition(root: Path, config: BackendConfig, seen: dict[str, Any], predictio
     return described
 
 
-@pytest.mark.parametrize(("kind", "name"), KINDS)
-def test_with_frozen_weights_the_stored_chain_has_ratio_one(
-    tmp_path: Path, backbone: Backbone, kind: str, name: str
+@pytest.mark.parametrize(("kind", "name"), [*KINDS, ("oft", None), ("lora", None)])
+def test_with_frozen_weights_what_was_stored_has_ratio_one(
+    tmp_path: Path, backbone: Backbone, kind: str, name: str | None
 ) -> None:
     """Acted by the inference side, stored, read, scored by the training side twice over in shuffled microbatches."""
     config, seen = declared(kind, name, learning_rate=0.0), observation(ROWS, 3)
     prediction = acted(backbone, config, seen)
-    assert set(prediction.trace) == set(config.policy.action_module.trace)
+    # An action is a field of its own, whatever scores it.
+    assert set(prediction.trace) == set(config.policy.action_module.trace) - {"action"}
 
     async def main() -> dict[str, Any]:
         service = TrainingModelService(str(tmp_path), BASES, 4)

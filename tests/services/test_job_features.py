@@ -63,6 +63,8 @@ def rollout(backbone: Backbone, config: BackendConfig) -> dict[str, Any]:
         "advantage": generator.normal(size=(ROWS, HORIZON)).astype(np.float32),
         "return": generator.normal(size=ROWS).astype(np.float32),
         "valid": np.ones((ROWS, HORIZON), bool),
+        "terminated": np.zeros((ROWS, HORIZON), bool),
+        "truncated": np.zeros((ROWS, HORIZON), bool),
         "sample_valid": np.ones(ROWS, bool),
         **prediction.trace,
     }

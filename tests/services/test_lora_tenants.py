@@ -70,6 +70,8 @@ def rollout(slot: PolicySlot, backbone: Backbone, config: BackendConfig) -> dict
         "return": np.zeros(8, np.float32),
         "value": np.zeros(8, np.float32),
         "valid": executed,
+        "terminated": ~executed,
+        "truncated": ~executed,
         "sample_valid": np.ones(8, bool),
     }
 

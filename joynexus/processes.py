@@ -139,7 +139,7 @@ def open_mlflow_page(home: Home, timeout_s: float = 120.0) -> str:
     """
     state = read_state(home)
     if state is None or not is_up(home):
-        raise ServiceUnavailable("mlflow: the platform is not up; possible: after `joynexus up`; run it")
+        raise ServiceUnavailable("mlflow: the platform is not up; possible: one that is; run `joynexus up`")
     os.kill(state["supervisor"], signal.SIGUSR1)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -12,6 +12,8 @@ from configs.errors import Conflict, SpecError, refusal
 from configs.spec import checked_name
 from storage.atomic import WRITING
 
+_CLAIMS = ".claims"
+
 
 @contextmanager
 def claimed(datasets: Path, name: str) -> Iterator[Path]:
@@ -24,8 +26,10 @@ def claimed(datasets: Path, name: str) -> Iterator[Path]:
         Conflict: another writer of that name is at work.
     """
     building = datasets / WRITING
-    building.mkdir(parents=True, exist_ok=True)
-    with open(building / f"{checked_name(name)}.claim", "wb") as file:
+    for folder in (building, datasets / _CLAIMS):
+        folder.mkdir(parents=True, exist_ok=True)
+    # The empty file stays: were it removed, two could hold a lock each, on the former file and on the new one.
+    with open(datasets / _CLAIMS / checked_name(name), "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

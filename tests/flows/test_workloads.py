@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pyarrow
 import pytest
@@ -31,6 +33,7 @@ from services.mirror_state import prefect_state
 from storage.checkpoints import CheckpointStore
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore
+from storage.registry import mlflow_client
 from tests.flows.running import Running, running, workload
 
 SMALL = {"jobs": 2, "num_envs": 4, "rollout_steps": 8, "epochs": 1, "microbatch_size": 16}
@@ -79,15 +82,19 @@ def sft(tenant: str, dataset: str, **changes: Any) -> WorkloadSpec:
 
 
 def test_rl_and_sft_leave_checkpoints_an_adapter_and_no_partition(
-    platform: PlatformAddresses, home: Home, dataset: str
+    platform: PlatformAddresses, home: Home, dataset: str, tmp_path: Path
 ) -> None:
-    """Both run at once, are evaluated and registered; job runs in Prefect equal the scheduler's counts."""
+    """Both run at once, are evaluated and registered; job runs in Prefect equal the scheduler's counts.
+
+    Films of the evaluations are linked on Prefect's pages; one of them is recorded, and exported.
+    """
 
     async def main() -> None:
         async with running(platform, home) as here:
             held_out = EvaluationSpec(environment="reach", episodes=4, first_seed=40_000, num_envs=4)
+            recorded = held_out.model_copy(update={"record": "learner-evaluated"})
             specs = [
-                workload("reach", "learner", **SMALL).model_copy(update={"evaluation": held_out}),
+                workload("reach", "learner", **SMALL).model_copy(update={"evaluation": recorded}),
                 sft("copier", dataset).model_copy(update={"evaluation": held_out}),
             ]
             runs = [await here.start(spec) for spec in specs]
@@ -107,8 +114,27 @@ def test_rl_and_sft_leave_checkpoints_an_adapter_and_no_partition(
                 assert champion.tags["policy_version"] == str(report["policy_version"])
             assert PartitionStore(home.partitions).list() == []
             await counts_agree(here)
+            await films_are_linked(here, platform, "learner.rl")
+            request = {"source": "learner-evaluated", "folder": str(tmp_path / "out")}
+            await here.completed(await here.api.start("export", {"request": request}))
+            exported = LeRobotDataset(tmp_path / "out" / "lerobot")
+            assert exported.provenance["policy_version"] == here.report(specs[0], runs[0])["policy_version"]
+            assert [e["seed"] for e in exported.provenance["episodes"]] == [40_000, 40_001, 40_002, 40_003]
+            assert len(list((tmp_path / "out" / "films").glob("*.mp4"))) == exported.num_episodes == 4
 
     asyncio.run(main())
+
+
+async def films_are_linked(here: Running, platform: PlatformAddresses, policy_key: str) -> None:
+    """The links of Prefect's artifacts lead to the files that MLflow has of the workload's run, each of them."""
+    job = (await (await here.service(lookup.SCHEDULER)).jobs(policy_key=policy_key))[0]
+    run = job["metadata"]["mlflow_run"]
+    films = {entry.path for entry in mlflow_client(platform.mlflow_uri).list_artifacts(run, "films")}
+    assert films
+    async with httpx.AsyncClient(base_url=platform.prefect_api_url, trust_env=False) as client:
+        found = await client.post("/artifacts/filter", json={"artifacts": {"key": {"any_": ["films"]}}})
+    links = re.findall(rf"\(http://[^)]*/#/experiments/\d+/runs/{run}/artifacts/([^)]*)\)", found.text)
+    assert set(links) == films
 
 
 async def counts_agree(here: Running) -> None:
@@ -276,6 +302,10 @@ def test_versions_at_the_cadence_are_evaluated_and_one_is_champion(platform: Pla
             first, second = await evaluate(request)
             assert first["outcomes"] == second["outcomes"]
             assert first["policy_version"] == second["policy_version"]
+            # No workload holds these results: each has an MLflow run of its own.
+            curves = [await metrics.history(e["mlflow_run"], "evaluation/success_rate") for e in (first, second)]
+            assert curves == [[(first["policy_version"], first["success_rate"])]] * 2
+            assert first["mlflow_run"] != second["mlflow_run"]
             status = await (await here.service(lookup.INFERENCE)).status()
             assert not [name for name in status["tenants"] if name.startswith("adapter-")]
 

@@ -152,13 +152,26 @@ def test_unknown_cluster_is_refused_before_anything(idle_home: Path, capsys: pyt
     assert not idle_home.exists()
 
 
-@pytest.mark.parametrize("verb", ["jobs", "tenants", "adapters", "adapters --export models:/a.sft/1 out"])
+@pytest.mark.parametrize("verb", ["jobs", "tenants", "adapters", "adapters --export models:/a.sft/1 out", "pages"])
 def test_questions_without_a_platform_say_how_to_start_one(
     verb: str, idle_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line, exit code 2."""
     assert main(["--home", str(idle_home), *verb.split()]) == 2
     assert "run `joynexus up`" in capsys.readouterr().err
+
+
+def test_exporting_what_is_not_there_says_what_is(
+    idle_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, exit code 2, nothing written; a path is no name."""
+    for source, said in (
+        ("job-1", "source: got 'job-1'; possible: partitions none; datasets none; a partition is cleared when its job"),
+        ("../datasets", "source: got '../datasets'; possible: 1 to 200 letters"),
+    ):
+        assert main(["--home", str(idle_home), "export", source, str(tmp_path / "out")]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_status_and_down_without_a_platform(idle_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,6 @@ from services.scheduler_records import (
     HELD,
     HELD_BACK,
     LEASED,
-    MEETS_ACTOR,
-    NEEDS_ACTOR_FORWARD,
     READY,
     RESERVED,
     STAGES,
@@ -106,11 +104,10 @@ class JobTable:
                 policy.counts[state] += pruned
             self._set_policy(policy)
         ready, ended = [], []
-        restored = [Job(**body) for body in jobs]
-        for job in restored:
+        for body in jobs:
+            job = Job(**body)
             self._add(job)
-        for job in restored:
-            if self.held_back(job):  # all of its policy are known by now
+            if self.held_back(job):  # those before it are known by now
                 continue
             if job.state in STAGES:
                 self.stages.push(job)
@@ -132,15 +129,9 @@ class JobTable:
         return any(self.ready.first((consumer_role, domain)) is not None for domain in domains)
 
     def held_back(self, job: Job) -> bool:
-        """Whether it waits for the end of another job of its policy.
-
-        In order that is one reserved before it. Otherwise an actor forward alone waits, for each job that would be
-        trained between it and its own training: what it computes is of the actor that the job's update begins from.
-        """
+        """Whether it waits for the end of a job that its policy reserved before."""
         policy = self.policies[job.policy_key]
-        if policy.spec.in_order:
-            return job.state in HELD_BACK and next(iter(policy.open)) != job.job_id
-        return job.state == NEEDS_ACTOR_FORWARD and any(policy.counts[state] for state in MEETS_ACTOR)
+        return policy.spec.in_order and job.state in HELD_BACK and next(iter(policy.open)) != job.job_id
 
     def policy(self, policy_key: str) -> Policy:
         """The policy of that key.
@@ -294,7 +285,6 @@ class JobTable:
         if metadata:
             job.metadata = {**job.metadata, **metadata}
         self._enter(job, finish)
-        self._hold_forwards(self.policies[job.policy_key])
         self._note(job, start, holder, metadata)
 
     def _leave(self, job: Job, start: str, finish: str) -> None:
@@ -338,18 +328,6 @@ class JobTable:
             if was_first and following is not None and policy.spec.in_order and following.state in HELD_BACK:
                 self._queue(following)
             self._out += [Wake("admission"), Wake(f"policy:{policy.key}")]
-
-    def _hold_forwards(self, policy: Policy) -> None:
-        """After a move of one of its jobs: who of the others waits for an actor forward, and who for that job's end."""
-        if not policy.counts[NEEDS_ACTOR_FORWARD]:
-            return
-        for job in map(self.jobs.__getitem__, policy.open):
-            if job.state != NEEDS_ACTOR_FORWARD:
-                continue
-            if self.held_back(job):
-                self.stages.discard(job.job_id)
-            elif job.job_id not in self.stages:
-                self._queue(job)
 
     def _queue(self, job: Job) -> None:
         """It waits for a worker, and who looks for such jobs is woken."""

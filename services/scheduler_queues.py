@@ -19,10 +19,6 @@ class StageQueue:
         self._waiting: dict[str, tuple[str, Lane]] = {}  # {job_id: (state, lane)}, all and only the waiting jobs
         self._heaps: dict[tuple[str, Lane], list[tuple[tuple[int, int], str]]] = {}
 
-    def __contains__(self, job_id: str) -> bool:
-        """Whether a job waits, in whichever state."""
-        return job_id in self._waiting
-
     def push(self, job: Job) -> None:
         """Add a job in the state in which it is."""
         where = (job.state, (job.consumer_role, job.domain))

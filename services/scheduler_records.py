@@ -40,8 +40,6 @@ STATES: tuple[str, ...] = (
 POLICY_STALE = "policy_stale"  # how the reason begins with which a job older than its bound was dropped
 TERMINAL: tuple[str, ...] = (COMPLETED, FAILED, DROPPED)  # absorb: no row of TRANSITIONS starts here
 HELD_BACK: tuple[str, ...] = (NEEDS_ACTOR_FORWARD, READY)  # what follows reads or moves the actor
-# All states from the actor forward to the end: a job in one of them may move the actor before another one is trained.
-MEETS_ACTOR: tuple[str, ...] = (COMPUTING_ACTOR_FORWARD, NEEDS_ADVANTAGES, COMPUTING_ADVANTAGES, READY, LEASED)
 STAGES: dict[str, str] = {  # {state in which a job waits: state in which a stage worker holds it}
     NEEDS_ACTOR_FORWARD: COMPUTING_ACTOR_FORWARD,
     NEEDS_ADVANTAGES: COMPUTING_ADVANTAGES,

@@ -98,63 +98,6 @@ def test_the_actor_forward_waits_too_and_advantages_do_not() -> None:
     assert bench.lease("needs_actor_forward")["job_id"] == second
 
 
-def recomputed(bench: Bench, key: str = "push.rl") -> str:
-    """A new job that waits for its actor forward."""
-    job_id = bench.reserve(key)
-    bench.mark(job_id, "needs_actor_forward")
-    return job_id
-
-
-def test_what_is_recomputed_is_of_the_actor_that_the_jobs_update_begins_from() -> None:
-    """Two jobs of one policy wait for their actor forward. The second gets its own when the first was trained, not
-    while that is computed, waits or is in training; meanwhile rollouts go on, and another tenant's jobs."""
-    bench = Bench()
-    bench.register("push", max_in_flight=4)
-    bench.register("pick")
-    first, second = recomputed(bench), recomputed(bench)
-    leased = bench.lease("needs_actor_forward")
-    assert leased["job_id"] == first
-    others = recomputed(bench, "pick.rl")
-    assert bench.lease("needs_actor_forward")["job_id"] == others
-
-    def nobody_else() -> None:
-        assert not bench.state.stages.any_in("needs_actor_forward")
-        assert bench.lease("needs_actor_forward") is None
-
-    nobody_else()
-    bench.mark(first, "needs_advantages", leased["lease_token"])
-    nobody_else()
-    bench.restart()
-    nobody_else()
-    leased = bench.lease("needs_advantages")
-    third = recomputed(bench)  # rolled out meanwhile
-    bench.mark(first, "ready", leased["lease_token"])
-    nobody_else()
-    leased = bench.lease()
-    assert leased["job_id"] == first
-    nobody_else()
-    bench.complete(first, leased["lease_token"], version=2)
-    assert Wake("needs_actor_forward") in bench.last.instructions
-    bench.restart()
-    assert bench.lease("needs_actor_forward")["job_id"] == second
-    nobody_else()
-    bench.drop(second)
-    assert bench.lease("needs_actor_forward")["job_id"] == third
-
-
-def test_a_slow_rollout_and_a_lost_forward_hold_nobody_up() -> None:
-    """The first is rolled out yet: the second's forward begins. Its holder is lost, and the first is there: it goes."""
-    bench = Bench()
-    bench.register("push")
-    first, second = bench.reserve(), recomputed(bench)
-    assert bench.lease("needs_actor_forward", lease_s=5.0)["job_id"] == second
-    bench.mark(first, "needs_actor_forward")
-    assert bench.lease("needs_actor_forward") is None
-    bench.wait(5.0)
-    assert bench.lease("needs_actor_forward")["job_id"] == first
-    assert bench.lease("needs_actor_forward") is None
-
-
 def test_without_a_declared_delay_the_first_that_is_ready_is_trained() -> None:
     """The same history as above, of a policy that declares nothing."""
     bench = Bench()

@@ -257,9 +257,6 @@ class SchedulerHistory(RuleBasedStateMachine):
             return multiple()
         assert job["job_id"] not in self.held, "in two hands"
         assert job["job_id"] not in self.ended
-        if state == "needs_actor_forward" and job["policy_key"] != IN_ORDER:
-            rivals = (self.state.jobs[i] for i in self.state.policies[job["policy_key"]].open if i != job["job_id"])
-            assert all(rival.state in ("reserved", state) for rival in rivals), "trained before it, on another actor"
         if state == READY:
             assert job["job_id"] == expected
             for earlier in self.ready_order[: self.ready_order.index(job["job_id"])]:
@@ -323,21 +320,17 @@ class SchedulerHistory(RuleBasedStateMachine):
 
     @rule(target=hands, hand=hands)
     def lose(self, hand: Hands) -> Any:
-        """A holder that is away too long: another one gets the job, then the first one comes back.
-
-        A lost actor forward may be overtaken by another one of its policy, and then waits for that job's end.
-        """
+        """A holder that is away too long: another one gets the job, then the first one comes back."""
         if not self.holds(hand):
             return multiple()
         waiting = HELD[self.state.jobs[hand[0]].state]
         self.wait(LEASE_S)
         taken = []
-        lost = self.state.jobs[hand[0]]
-        while hand[0] not in self.held and not self.state.held_back(lost):
+        while hand[0] not in self.held:
             taken.append(self.lease(waiting, "z"))
             assert isinstance(taken[-1], tuple), "nobody gets it"
         self.finish(hand)
-        assert hand[0] in self.held or (lost.state, waiting) == ("needs_actor_forward", "needs_actor_forward")
+        assert hand[0] in self.held
         return multiple(*taken)
 
     @rule(hand=hands)

@@ -76,6 +76,7 @@ class Recorder:
                 "success": bool(step["success"][e]),
                 "ended": True,
                 "instruction": observation["instructions"][e],
+                "return": total_reward(arrays["reward"]),
             }
             await asyncio.to_thread(self._spool.put, episode, arrays, facts)
 
@@ -111,40 +112,44 @@ def recording(datasets: Path, name: str) -> Iterator[EpisodeSpool]:
 
 
 def write_dataset(
-    root: Path, episodes: Iterable[Episode], spec: EnvironmentSpec, provenance: Mapping[str, Any], fps: int = FPS
+    root: Path,
+    episodes: Iterable[Episode],
+    spec: EnvironmentSpec,
+    provenance: Mapping[str, Any],
+    *,
+    actions_a_frame: int = 1,
+    rewards: bool = True,
 ) -> int:
-    """Write episodes (arrays, facts) as a new LeRobot dataset with rewards; returns how many.
+    """Write episodes (arrays, facts) as a new LeRobot dataset; returns how many.
 
-    `arrays`: `image.<camera>` uint8 [T, h, w, 3], `proprioception` float32 [T, S], `action` float32 [T, A], `reward`
-    float32 [T]. `facts`: `instruction`, and of each episode's seed, success and end what `provenance` is to hold.
+    `arrays`: `image.<camera>` uint8 [T, h, w, 3], `proprioception` float32 [T, S], `action` float32 [T, A ×
+    actions_a_frame], and with `rewards` `reward` float32 [T]. `facts`: `instruction`, and what `provenance` is to hold
+    of each episode.
     """
     told: list[dict[str, Any]] = []
-    # The writer reads it when it ends, by when `told` has an entry for each episode.
-    held = {**provenance, "turned_cameras": sorted(spec.turned_cameras), "episodes": told}
-    waiting = iter(episodes)
-    arrays, facts = next(waiting)
-    writer = LeRobotWriter(
+    with LeRobotWriter(
         root,
-        fps=fps,
+        fps=max(1, round(FPS / actions_a_frame)),
         cameras={camera.name: (camera.height, camera.width) for camera in spec.cameras},
         state_width=spec.state_width,
-        action_width=arrays["action"].shape[1],
+        action_width=spec.action_width * actions_a_frame,
         robot_type=spec.id,
-        rewards=True,
-        provenance=held,
-    )
-    with writer:
-        while True:
+        rewards=rewards,
+        # Read when the writer ends, by when `told` has an entry for each episode.
+        provenance={**provenance, "turned_cameras": sorted(spec.turned_cameras), "episodes": told},
+    ) as writer:
+        for arrays, facts in episodes:
             writer.add_episode(
                 {name.removeprefix("image."): stack for name, stack in arrays.items() if name.startswith("image.")},
                 arrays["proprioception"],
                 arrays["action"],
                 facts["instruction"],
-                arrays["reward"],
+                arrays["reward"] if rewards else None,
             )
-            outcome = {key: value for key, value in facts.items() if key != "instruction"}
-            told.append({**outcome, "return": float(arrays["reward"].sum(dtype=np.float64))})
-            following = next(waiting, None)
-            if following is None:
-                return len(told)
-            arrays, facts = following
+            told.append({key: value for key, value in facts.items() if key != "instruction"})
+    return len(told)
+
+
+def total_reward(reward: NDArray[np.float32]) -> float:
+    """Of an episode's rewards [T]."""
+    return float(reward.sum(dtype=np.float64))

@@ -26,7 +26,7 @@ from configs.backend import BackendConfig
 from configs.errors import SpecError, UnknownObject, refusal
 from services.environment_loops import VERSIONS
 from services.films import side_by_side, write_film
-from services.recording import FPS, Episode, write_dataset
+from services.recording import Episode, total_reward, write_dataset
 from services.rollout import EXECUTED, FEATURE
 from storage.atomic import WRITING, new_folder
 from storage.demonstrations import LeRobotDataset
@@ -74,8 +74,7 @@ def export_rollout(
     }
     with _new_folder(folder) as building:
         episodes = rollout_episodes(store, attributes, backend.algorithm, int(job["metadata"]["rollout"]))
-        fps = max(1, round(FPS / horizon))
-        count = write_dataset(building / DATASET, episodes, backend.environment, provenance, fps)
+        count = write_dataset(building / DATASET, episodes, backend.environment, provenance, actions_a_frame=horizon)
         _finish(building)
     return count
 
@@ -136,6 +135,7 @@ def rollout_episodes(
                 "success": bool(data["done"][rows[-1]] and data["success"][rows[-1]]),
                 "ended": bool(data["done"][rows[-1]]),
                 "instruction": told[int(rows[0])],
+                "return": total_reward(arrays["reward"]),
             },
         )
 

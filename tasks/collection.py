@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from configs.errors import Conflict, EnvironmentFault, JoyNexusError, refusal
 from configs.requests import SEEDS_PER_EPISODE, CollectRequest
 from configs.signature import digest
 from services.environment_client import SessionClient
-from services.recording import FPS
+from services.recording import Episode, write_dataset
 from storage.atomic import replace_folder, sweep
 from storage.dataset_names import claimed, clean
-from storage.demonstrations import LeRobotWriter
 from storage.episode_spool import EpisodeSpool
 from tasks.connection import Platform
 
@@ -153,32 +153,14 @@ def _write(
 ) -> int:
     """Write the episodes of these seeds as a new dataset; how many frames it has."""
     executed = request.record == "executed"
-    told: list[dict[str, Any]] = []
     frames = 0
-    with LeRobotWriter(
-        root,
-        fps=FPS,
-        cameras={c.name: (c.height, c.width) for c in spec.cameras},
-        state_width=spec.state_width,
-        action_width=spec.action_width,
-        robot_type=spec.id,
-        rewards=executed,
-        provenance={
-            "source": "expert",
-            "request": request.model_dump(mode="json"),
-            "versions": versions,
-            "turned_cameras": sorted(spec.turned_cameras),
-            "episodes": told,  # read when the writer ends, by when each has its entry
-        },
-    ) as writer:
+
+    def episodes() -> Iterator[Episode]:
+        nonlocal frames
         for arrays, facts in map(spool.get, seeds):
-            writer.add_episode(
-                {n.removeprefix("image."): stack for n, stack in arrays.items() if n.startswith("image.")},
-                arrays["proprioception"],
-                arrays["executed" if executed else "actions"],
-                facts.pop("instruction"),
-                arrays["reward"] if executed else None,
-            )
-            told.append(facts)
             frames += len(arrays["actions"])
+            yield {**arrays, "action": arrays["executed" if executed else "actions"]}, facts
+
+    provenance = {"source": "expert", "request": request.model_dump(mode="json"), "versions": versions}
+    write_dataset(root, episodes(), spec, provenance, rewards=executed)
     return frames

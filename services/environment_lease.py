@@ -6,41 +6,19 @@ service or has a direct connection open is known to live without them.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from configs.errors import JoyNexusError, ServiceUnavailable
+from services.renewals import renewed_every
 
 logger = logging.getLogger(__name__)
 
 
-@asynccontextmanager
-async def renewed_session(service: Any, opened: Mapping[str, Any]) -> AsyncIterator[None]:
+def renewed_session(service: Any, opened: Mapping[str, Any]) -> AbstractAsyncContextManager[None]:
     """Renew the session `opened` with the EnvironmentService, or a handle of it, while the block runs.
 
-    A service that is away is asked again. One that says that the session has ended ends the renewals: the caller
-    hears so from its next call.
+    One that has ended ends the renewals (`renewed_every`): the caller hears so from its next call.
     """
-
-    async def keep() -> None:
-        while True:
-            await asyncio.sleep(opened["lease_s"] / 5)
-            try:
-                await service.renew(opened["session_id"])
-            except ServiceUnavailable as error:
-                logger.warning("%s", error)
-            except JoyNexusError as error:
-                logger.info("%s", error)
-                return
-
-    keeping = asyncio.create_task(keep())
-    try:
-        yield
-    finally:
-        keeping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeping
+    return renewed_every(opened["lease_s"] / 5, lambda: service.renew(opened["session_id"]), logger, logging.INFO)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from configs.errors import JoyNexusError, ServiceUnavailable
+from configs.errors import ServiceUnavailable
 from services.lookup import Service
+from services.renewals import renewed_every
 from tasks.connection import Platform
 
 logger = logging.getLogger(__name__)
@@ -49,30 +49,14 @@ async def leased(platform: Platform, verb: str, **arguments: Any) -> dict[str, A
             return job
 
 
-@asynccontextmanager
-async def renewed(platform: Platform, renew: Callable[[Service], Awaitable[Any]]) -> AsyncIterator[None]:
-    """Call `renew` with the scheduler at a fifth of the lease's duration while the block runs.
+def renewed(platform: Platform, renew: Callable[[Service], Awaitable[Any]]) -> AbstractAsyncContextManager[None]:
+    """Call `renew` with the scheduler at a fifth of the lease's duration while the block runs; see `renewed_every`."""
 
-    A scheduler that is away is asked again. A lost lease ends the renewals: whoever acts under it hears so from the
-    scheduler, which refuses what comes after.
-    """
+    async def once() -> None:
+        try:
+            await renew(await platform.scheduler())
+        except ServiceUnavailable:
+            platform.forget()
+            raise
 
-    async def keep() -> None:
-        while True:
-            await asyncio.sleep(platform.cluster.lease_s / 5)
-            try:
-                await renew(await platform.scheduler())
-            except ServiceUnavailable as error:  # the next one may still be in time
-                logger.warning("%s", error)
-                platform.forget()
-            except JoyNexusError as error:
-                logger.warning("%s", error)
-                return
-
-    keeping = asyncio.create_task(keep())
-    try:
-        yield
-    finally:
-        keeping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeping
+    return renewed_every(platform.cluster.lease_s / 5, once, logger)

@@ -70,10 +70,6 @@ class SessionClient:
             next_seeds: B seeds for environments whose episode ends now; None leaves such a one idle.
             every_step: also return what was seen before each action.
 
-        Returns:
-            reward float32 [B, H], valid, terminated and truncated bool [B, H], success bool [B], observation after
-            automatic reset, final_rows int64 [K] and final_observation of the K whose episode ended, busy_s.
-
         Raises:
             TenantFault: wrong shape or values.
             EnvironmentFault: a host failed or was too slow.

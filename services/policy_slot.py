@@ -248,7 +248,7 @@ class PolicySlot:
         policy_key = backend.policy_key
         log_prob, value = _estimated_from(algorithm)
         if algorithm.recomputes and (data["actor_version"] != self.version).any():
-            # The tenant's fine-tuning trained the slot since, or a checkpoint was restored: this is another actor.
+            # Another job trained the slot since, or a checkpoint was restored: this is another actor.
             data = {**data, **self.evaluated(backbone, backend, data, feature_bytes)}
         # The actions that advantages were estimated of; without a critic those of episodes that were compared, too.
         valid = executed(data) if algorithm.asks_critic else np.asarray(data["loss_mask"], bool)

@@ -33,12 +33,7 @@ class Session(Protocol):
     async def batch_step(
         self, actions: np.ndarray, next_seeds: Sequence[int | None], *, every_step: bool = False
     ) -> dict[str, Any]:
-        """Execute a chunk open-loop, in each environment until its episode ends.
-
-        Args:
-            actions: float32 [B, H, A] in environment units.
-            next_seeds: B seeds for environments whose episode ends now; None leaves such a one idle.
-            every_step: also give what was seen before each action of the chunk.
+        """Execute a chunk open-loop, in each environment until its episode ends; see `SessionClient.batch_step`.
 
         Returns:
             reward float32 [B, H], valid, terminated and truncated bool [B, H], success bool [B], observation after

@@ -17,27 +17,13 @@ MIXTURE_BLOCK = 1000
 """Samples in which each dataset of a mixture has its exact share."""
 
 
-def sample_indices(num_frames: int, start: int, count: int, seed: int) -> NDArray[np.int64]:
-    """Frames at positions start … start + count − 1 of the endless concatenation of shuffled epochs.
-
-    Args:
-        num_frames: frames in the dataset, at least 1.
-        start: position of the first, counted from the start of training.
-        count: how many.
-        seed: the workload's.
-
-    Returns:
-        int64 [count]; each epoch's permutation is that of `numpy.random.default_rng([seed, epoch])`.
-    """
-    return ShuffledOrder.of_all(num_frames, seed).at(start, count)
-
-
 @dataclass(frozen=True)
 class ShuffledOrder:
     """Shuffled epochs of one dataset, of which no more than a window has to be at hand at one time.
 
     Stretches of frames that are read together (a row group, an episode) are put in random order and cut into windows;
-    the frames of a window are shuffled together. Where one window holds all, that is a shuffle of all frames.
+    the frames of a window are shuffled together. Where one window holds all, that is a shuffle of all frames:
+    `numpy.random.default_rng([seed, epoch]).permutation(frames)`.
 
     Attributes:
         stretches: [G, 2] int64, first frame of each and the one after its last; they follow one another from 0.
@@ -49,16 +35,14 @@ class ShuffledOrder:
     window: int
     seed: int
 
-    @classmethod
-    def of_all(cls, num_frames: int, seed: int) -> ShuffledOrder:
-        """A shuffle of all frames.
+    def __post_init__(self) -> None:
+        """Refuse a dataset without frames.
 
         Raises:
             SpecError: there is none.
         """
-        if num_frames < 1:
-            raise SpecError(refusal("frames", num_frames, "1 or more", "record some"))
-        return cls(((0, num_frames),), num_frames, seed)
+        if not self.stretches or self.num_frames < 1:
+            raise SpecError(refusal("frames", 0, "1 or more", "record some"))
 
     @property
     def num_frames(self) -> int:

@@ -11,10 +11,15 @@ import pytest
 from configs.errors import DataFault, SpecError
 from storage.demonstration_stream import DemonstrationStream, Source, order_of
 from storage.demonstrations import LeRobotDataset, LeRobotWriter
-from storage.sample_order import Mixture, sample_indices
+from storage.sample_order import Mixture, ShuffledOrder
 
 LENGTHS = (5, 9, 3, 7)
 SIZE = (8, 12)
+
+
+def sample_indices(num_frames: int, start: int, count: int, seed: int) -> np.ndarray:
+    """Of a dataset that fits into one window."""
+    return ShuffledOrder(((0, num_frames),), num_frames, seed).at(start, count)
 
 
 def write(root: Path, first: int, *, rewards: bool = False, size: tuple[int, int] = SIZE) -> Path:

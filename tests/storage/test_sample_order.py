@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.errors import SpecError
-from storage.sample_order import MIXTURE_BLOCK, Mixture, ShuffledOrder, sample_indices
+from storage.sample_order import MIXTURE_BLOCK, Mixture, ShuffledOrder
+
+
+def sample_indices(num_frames: int, start: int, count: int, seed: int) -> np.ndarray:
+    """Of a dataset in one stretch."""
+    return ShuffledOrder(((0, num_frames),), num_frames, seed).at(start, count)
 
 
 def test_each_epoch_shows_every_frame_once_and_epochs_differ() -> None:
@@ -102,3 +107,5 @@ def test_weights_that_cannot_be_are_refused(weights: tuple[float, ...], message:
 def test_a_dataset_without_frames_is_refused() -> None:
     with pytest.raises(SpecError, match="1 or more"):
         sample_indices(0, 0, 1, seed=0)
+    with pytest.raises(SpecError, match="1 or more"):
+        ShuffledOrder((), 1, seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,13 +73,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, kept: int, root: Path, **how: Any) -> None:
     """Collect until so many episodes are on disk."""
-    put, left = EpisodeSpool.put, [kept]
+    put, left = EpisodeSpool.put, threading.Semaphore(kept)
 
     def counted(self: EpisodeSpool, *args: Any) -> None:
-        if not left[0]:
+        if not left.acquire(blocking=False):  # hosts' episodes are put by several threads
             raise Killed
         put(self, *args)
-        left[0] -= 1
 
     with monkeypatch.context() as patched:
         patched.setattr(EpisodeSpool, "put", counted)

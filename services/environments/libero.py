@@ -17,7 +17,6 @@ Scene files (meshes, textures) are not in the package: they lie in the folder th
 the package downloads them into `~/.cache/libero` when it first needs them.
 
 With `light_visuals` the robot is shown by its collision hulls, which takes a third off a picture's time.
-
 The library rebuilds its scene at every reset, 3 s of CPU. Here it is built once an environment and put back, 25 ms:
 the library's `hard_reset=False`, and what that leaves of the episode before (see `_Task.reset`).
 """
@@ -35,6 +34,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -262,6 +262,26 @@ class _Task:
             if observable.name not in _SEEN:  # the others would be computed in every step
                 observable.set_enabled(False)
                 observable.set_active(False)
+        self._observe_the_scene()
+        self._seen: Mapping[str, np.ndarray] = self.env._get_observations(force_update=True)  # of one that is idle
+
+    def _observe_the_scene(self) -> None:
+        """Let pictures show what the library's would: it observes in the first of a control step's 25 substeps, so
+        those rendered after the step would be 48 ms ahead of the state beside them, and of datasets."""
+        import mujoco
+        from robosuite.utils.observables import Observable, sensor
+
+        sim = self.env.sim
+        model, now = sim.model._model, sim.data._data
+        seen = mujoco.MjData(model)
+
+        @sensor(modality="scene")
+        def scene(_cache: dict[str, Any]) -> float:
+            mujoco.mj_copyData(seen, model, now)
+            return 0.0
+
+        self.env.add_observable(Observable(name="scene", sensor=scene, sampling_rate=self.env.control_freq))
+        sim._render_context_offscreen.data = SimpleNamespace(_data=seen)
 
     def reset(self, seed: int, state: np.ndarray | None) -> None:
         """Begin an episode: in `state`, with what it does not hold drawn by `seed`, or all of it drawn."""
@@ -307,12 +327,13 @@ class _Task:
             raise EnvironmentFault(
                 "scene_positions: this task names no object of interest with a body; collect demonstrations elsewhere"
             )
-        places = [self.env.sim.data.body_xpos[self.env.obj_body_id[name]] for name in bodies]
-        found = {"object": places[0], "goal": places[-1], "gripper": self._seen["robot0_eef_pos"]}
+        data, robot = self.env.sim.data, self.env.robots[0]
+        places = [data.body_xpos[self.env.obj_body_id[name]] for name in bodies]
+        found = {"object": places[0], "goal": places[-1], "gripper": data.site_xpos[robot.eef_site_id]}
         return {name: np.array(place, np.float32) for name, place in found.items()}
 
     def close(self) -> None:
-        """Release the scene and its OpenGL context."""
+        """Release the scene."""
         self._made.close()
 
 

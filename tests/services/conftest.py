@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.home import PROJECT_ROOT
 from services import environment_installs
 
 
@@ -17,12 +18,10 @@ def libero() -> str:
 
     The virtual environment is kept in the user's cache folder for the next run, where that can be written.
     """
-    named = os.environ.get("JOYNEXUS_LIBERO_ASSETS")
-    if not named:
-        pytest.skip("LIBERO is tried where JOYNEXUS_LIBERO_ASSETS names its scene files")
-    scenes = Path(named)
+    scenes = Path(os.environ.get("JOYNEXUS_LIBERO_ASSETS") or PROJECT_ROOT.parent / "shared" / "libero" / "assets")
     if not (scenes / "scenes").is_dir():
-        pytest.fail(f"LIBERO's scene files are not in {scenes}; correct JOYNEXUS_LIBERO_ASSETS")
+        # Nothing of LIBERO can run without them, and they do not come with its packages.
+        pytest.fail(f"LIBERO's scene files are not in {scenes}; set JOYNEXUS_LIBERO_ASSETS")
     os.environ["JOYNEXUS_LIBERO_ASSETS"] = str(scenes)
     try:
         environment_installs.root().mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,9 @@ class Service:
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return await asyncio.wait_for(_invoke(self._actor, method, args, kwargs), self._timeout_s)
+                # Not `wait_for`: before Python 3.12 that loses a cancellation which comes at the same time as the reply.
+                async with asyncio.timeout(self._timeout_s):
+                    return await getattr(self._actor, method)(*args, **kwargs)
             except TimeoutError:
                 raise NoReply(
                     f"{self.name}.{method}: no reply in {self._timeout_s:g} s; possible: it hangs or is overloaded; "
@@ -52,10 +54,6 @@ class Service:
                 raise
 
         return call
-
-
-async def _invoke(actor: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return await getattr(actor, method)(*args, **kwargs)
 
 
 async def connect(dask_scheduler: str) -> Client:
@@ -80,7 +78,8 @@ async def service(name: str, client: Client, *, timeout_s: float = 600.0) -> Ser
     """
     try:
         future = await client.get_dataset(name)
-        actor = await asyncio.wait_for(_result(future), 10)
+        async with asyncio.timeout(10):
+            actor = await future
     except KeyError:
         raise ServiceUnavailable(
             f"service: {name!r} is not published; the flow `platform` starts it; see `joynexus status`"
@@ -92,10 +91,6 @@ async def service(name: str, client: Client, *, timeout_s: float = 600.0) -> Ser
             f"service: {name!r} was lost with its worker; the flow `platform` restarts it"
         ) from None
     return Service(name, actor, timeout_s)
-
-
-async def _result(future: Any) -> Any:
-    return await future
 
 
 async def peer(name: str, *, timeout_s: float = 600.0) -> Service:

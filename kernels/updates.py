@@ -89,7 +89,7 @@ def new_optimizer(module: ActionModule, algorithm: AlgorithmSpec) -> Optimizer:
         [p for p in module.parameters() if p.requires_grad],
         lr=spec.learning_rate,
         weight_decay=spec.weight_decay,
-        foreach=False,
+        fused=True,
     )
     return Optimizer(adam, spec.max_grad_norm, spec.learning_rate, 0, algorithm.decay_steps)
 

@@ -357,10 +357,7 @@ class PolicySlot:
                 action_modules.load_parameters(slot.references[backend.policy_key], begun)
             for name, parameter in slot.module.named_parameters():
                 state = {
-                    # The moments live where the parameter does, Adam's step counter on the CPU.
-                    key: torch.from_numpy(checkpoint.optimizer[f"adam.{key}.{name}"].copy()).to(
-                        "cpu" if key == "step" else parameter.device
-                    )
+                    key: torch.from_numpy(checkpoint.optimizer[f"adam.{key}.{name}"].copy()).to(parameter.device)
                     for key in ("step", "exp_avg", "exp_avg_sq")
                     if f"adam.{key}.{name}" in checkpoint.optimizer
                 }

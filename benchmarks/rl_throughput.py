@@ -58,6 +58,7 @@ _BASES = {"cpu": "tiny-qwen3-vl", "cuda": "tiny-qwen3-vl-cuda"}
 _RUN = "benchmark"
 _WAIT_S = 30.0
 _TOGETHER = 2  # iterations a turn of each of several tenants, so that one trains while another collects
+_IN_FLIGHT = 6  # iterations a turn of the one that trains while it collects; only the last of them has its update alone
 
 
 def workload(name: str, device: str, *, in_flight: int = 1) -> WorkloadSpec:
@@ -225,7 +226,7 @@ async def _measured(arguments: argparse.Namespace) -> report.Report:
         for _ in range(arguments.rounds):
             await run.ours("reach", "platform", [one], 1)
             run.peer("reach", peer)
-            await run.ours("reach", "two in flight", [two], _TOGETHER)
+            await run.ours("reach", "two in flight", [two], _IN_FLIGHT)
         three = [_waiting(await _opened(platform, stack, workload(f"waiting-{i}", device))) for i in range(3)]
         slow = _peer(three[0], waiting_reach.STEP_S)
         stack.callback(slow.close)

@@ -49,7 +49,6 @@ def backend(
         algorithm=algorithm,
         sample_count=sample_count,
         environment=None if task == "sft" else presets.environment("pushcube"),
-        dataset=None,
         evaluation=None,
         evaluation_environment=None,
         limits=LimitsSpec(),

@@ -9,6 +9,7 @@ from configs.data import ColumnsSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.model import ActionModuleSpec, BaseModelSpec, TrainableSpec
 from configs.spec import Spec
+from configs.transforms import TransformsSpec
 from configs.workload import EvaluationSpec, LimitsSpec, OutputsSpec, ResourcesSpec
 
 
@@ -22,9 +23,18 @@ class PolicyConfig(Spec):
     turned_cameras: tuple[str, ...] | None = None  # None: learned from recorded pictures that nothing is said of
     instruction: str | None = None
     state: StatisticsSpec
-    action: StatisticsSpec
+    action: StatisticsSpec  # of what the policy gives, so after `transforms.delta_action`
+    transforms: TransformsSpec = TransformsSpec()
     seed: int
     schema_signature: str
+
+
+class DatasetConfig(Spec):
+    """One dataset that a workload learns from."""
+
+    path: str
+    columns: ColumnsSpec | None = None  # None: LeRobot's own names
+    weight: float = 1.0
 
 
 class BackendConfig(Spec):
@@ -41,8 +51,7 @@ class BackendConfig(Spec):
     algorithm: AlgorithmSpec
     sample_count: int
     environment: EnvironmentSpec | None
-    dataset: str | None
-    columns: ColumnsSpec | None = None  # of the dataset; None: LeRobot's own names
+    datasets: tuple[DatasetConfig, ...] = ()
     evaluation: EvaluationSpec | None
     evaluation_environment: EnvironmentSpec | None
     limits: LimitsSpec
@@ -75,6 +84,8 @@ class BackendConfig(Spec):
             copy_bytes: of what a job is trained on, known once the slot is open.
         """
         delay = self.rollout_delay
+        # Rollouts keep pictures as the environment shows them.
+        cameras = self.policy.cameras if self.environment is None else self.environment.cameras
         return {
             "policy_key": self.policy_key,
             "tenant_id": self.policy.tenant,
@@ -87,5 +98,5 @@ class BackendConfig(Spec):
             "completion_target": self.algorithm.jobs,
             "max_active_rollouts": self.limits.max_active_rollouts if self.algorithm.collects else None,
             "base_model": None if self.task == "rl" else self.policy.base_model.name,
-            "job_bytes": copy_bytes + self.sample_count * sum(3 * c.height * c.width for c in self.policy.cameras),
+            "job_bytes": copy_bytes + self.sample_count * sum(3 * c.height * c.width for c in cameras),
         }

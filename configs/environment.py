@@ -22,17 +22,25 @@ class CameraSpec(Spec):
 
 
 class StatisticsSpec(Spec):
-    """Means and standard deviations of one vector; used alike in training and in serving."""
+    """Statistics of one vector, a value a dimension; used alike in training and in serving."""
 
     mean: tuple[float, ...]
     std: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         description="Standard deviations; a constant dimension has 0."
     )
+    min: tuple[float, ...] | None = Field(default=None, description="Least values; None: not known.")
+    max: tuple[float, ...] | None = Field(default=None, description="Greatest values; None: not known.")
+    q01: tuple[float, ...] | None = Field(default=None, description="First percentiles; None: not known.")
+    q99: tuple[float, ...] | None = Field(default=None, description="99th percentiles; None: not known.")
 
     @model_validator(mode="after")
     def _same_width(self) -> Self:
-        if len(self.mean) != len(self.std):
-            raise ValueError(f"mean has {len(self.mean)} values and std {len(self.std)}; give one of each a dimension")
+        for name in ("std", "min", "max", "q01", "q99"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.mean):
+                raise ValueError(
+                    f"mean has {len(self.mean)} values and {name} {len(values)}; give one of each a dimension"
+                )
         return self
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from configs.environment import CameraSpec
 from configs.model import ActionModuleSpec, BaseModelSpec
+from configs.transforms import TransformsSpec
 
 
 def canonical_json(value: object) -> str:
@@ -41,12 +42,16 @@ def schema_signature(
     *,
     light_visuals: bool,
     turned_cameras: Collection[str] = (),
+    transforms: TransformsSpec | None = None,
 ) -> str:
-    """Digest of a tenant's whole model-facing interface: base, tap, module, widths, horizon, cameras and their turns.
+    """Digest of a tenant's whole model-facing interface: base, tap, module, widths, horizon, cameras, transforms.
 
-    Without turned cameras it is the one from before they could be declared.
+    Without turned cameras and transforms it is the one from before they could be declared.
     """
-    turned = {"turned_cameras": sorted(turned_cameras)} if turned_cameras else {}
+    turned: dict[str, object] = {"turned_cameras": sorted(turned_cameras)} if turned_cameras else {}
+    # Sizes are the cameras' own.
+    declared = (transforms or TransformsSpec()).model_dump(mode="json", exclude={"cameras"}, exclude_defaults=True)
+    turned |= {"transforms": declared} if declared else {}
     return digest(
         {
             "base_model": base_identity(base),

@@ -9,36 +9,16 @@ from pydantic import Field, model_validator
 
 from configs import seeds
 from configs.algorithm import KINDS_OF_TASK, AlgorithmSpec
-from configs.data import ColumnsSpec
+from configs.data import DataSpec
 from configs.model import ActionModuleSpec, TrainableSpec
 from configs.spec import Name, Spec
+from configs.transforms import TransformsSpec
 
 
 class TenantSpec(Spec):
     """Whose work it is."""
 
     name: Name = Field(description="The tenant; one policy slot a tenant.")
-
-
-class DataSpec(Spec):
-    """Demonstrations, or recorded episodes with rewards, to learn from."""
-
-    dataset: str = Field(
-        min_length=1,
-        description="Name of a dataset of this installation, or absolute path of a LeRobot folder.",
-    )
-    preset: Name | None = Field(
-        default=None, description="Columns of a published dataset, by preset; None: those declared, else LeRobot's own."
-    )
-    columns: ColumnsSpec | None = Field(
-        default=None, description="Which columns are cameras, state and action, and the sizes that pictures are given."
-    )
-
-    @model_validator(mode="after")
-    def _one_declaration(self) -> Self:
-        if self.preset is not None and self.columns is not None:
-            raise ValueError(f"preset: got {self.preset!r} beside columns; possible: one of them; remove one")
-        return self
 
 
 MOST_RECORDED = 500
@@ -150,7 +130,8 @@ class WorkloadSpec(Spec):
         description="Absolute path of a folder with PEFT's adapter_config.json and adapter_model.safetensors: what a "
         "fresh adapter of kind lora begins with. None: A at random and B zero.",
     )
-    data: DataSpec | None = Field(default=None, description="SFT and offline RL (awr): the dataset. Else none.")
+    transforms: TransformsSpec = TransformsSpec()
+    data: DataSpec | None = Field(default=None, description="SFT and offline RL (awr): the datasets. Else none.")
     environment: Name | None = Field(default=None, description="RL by rollouts: environment preset. Else none.")
     algorithm: AlgorithmSpec
     evaluation: EvaluationSpec | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -11,7 +10,6 @@ from prefect import flow
 from configs.errors import SpecError, refusal
 from configs.workload import WorkloadSpec
 from flows.workload import run_workload
-from storage.demonstrations import LeRobotDataset
 from tasks.connection import Platform
 from tasks.jobs import build_sft_batch, demonstrations, reserve
 from tasks.tenants import OpenedTenant
@@ -30,9 +28,7 @@ async def sft(workload: WorkloadSpec) -> dict[str, Any]:
 async def produce_demonstrations(platform: Platform, tenant: OpenedTenant, flow_run_id: str) -> None:
     """Reserve, write the partition, mark ready; prefetch up to the policy's in-flight bound."""
     backend = tenant.backend
-    assert backend.dataset is not None
-    dataset = await asyncio.to_thread(LeRobotDataset, Path(backend.dataset), backend.columns)
-    with demonstrations(backend, dataset) as stream:
+    with await asyncio.to_thread(demonstrations, backend) as stream:
         scheduler = await platform.scheduler()
         number = 0
         while True:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from configs import presets
 from configs.algorithm import RolloutSpec
-from configs.backend import BackendConfig, PolicyConfig
+from configs.backend import BackendConfig, DatasetConfig, PolicyConfig
 from configs.cluster import ClusterSpec
 from configs.environment import CameraSpec, EnvironmentSpec, StatisticsSpec
 from configs.errors import DataFault, SpecError, refusal
@@ -27,9 +27,11 @@ from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, fitted
 from services import environment_installs
-from services.admission_of_data import dataset_path, declared_columns, open_dataset
+from services.admission_of_data import dataset_path, declared_columns, open_sources
 from services.admission_of_rl import faults_of_data, faults_of_module
+from services.admission_of_transforms import faults_of_transforms, sized
 from services.environments import renderer
+from services.training_statistics import training_statistics
 from storage.dataset_names import refuse_existing
 from storage.peft_files import read_adapter
 
@@ -89,16 +91,21 @@ def training_interface(workload: WorkloadSpec, home: Home) -> TrainingInterface:
         turned = tuple(sorted(env.turned_cameras))
         return TrainingInterface(env.cameras, env.state, env.action, f"environment {env.name!r}", turned, env)
     assert workload.data is not None  # WorkloadSpec's own rule
-    dataset = open_dataset(workload.data.dataset, home, declared_columns(workload))
-    cameras = tuple(CameraSpec(name=n, height=h, width=w) for n, (h, w) in sorted(dataset.cameras.items()))
-    recorded = dataset.provenance.get("turned_cameras")
+    sources = open_sources(workload, home)
+    dataset = sources[0].dataset
+    names = " and ".join(repr(d.dataset) for d in workload.data.datasets)
+    try:
+        state, action = training_statistics(sources, workload.transforms, workload.action_module.horizon)
+    except DataFault as error:
+        raise SpecError(f"data: {error}") from None
+    known = [source.dataset.turned_cameras for source in sources if source.dataset.turned_cameras is not None]
     return TrainingInterface(
-        cameras,
-        dataset.state_statistics,
-        dataset.action_statistics,
-        f"dataset {workload.data.dataset!r}",
-        None if recorded is None else tuple(sorted(recorded)),
-        rewards=dataset.reward is not None,
+        tuple(CameraSpec(name=n, height=h, width=w) for n, (h, w) in sorted(dataset.cameras.items())),
+        state,
+        action,
+        f"dataset {names}",
+        known[0] if known else None,
+        rewards=all(source.dataset.reward is not None for source in sources),
     )
 
 
@@ -117,6 +124,8 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         evaluated_in = faults.kept(lambda: presets.environment(name, "evaluation.environment"))
     if training is not None:
         _check_widths(faults, workload, training)
+        for fault in faults_of_transforms(workload, training.cameras, training.state, training.action, training.source):
+            faults.add(*fault)
         _check_job_bytes(faults, workload, training, base, cluster)
         if training.environment is not None:
             _check_simulator(faults, "environment", training.environment, cluster)
@@ -136,7 +145,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
             faults.kept(partial(refuse_existing, home.datasets, workload.evaluation.record, "evaluation.record"))
         _check_simulator(faults, "evaluation.environment", evaluated_in, cluster)
         if training is not None:
-            _check_evaluation_cameras(faults, training, evaluated_in)
+            _check_evaluation_cameras(faults, workload, training, evaluated_in)
     _check_hosts(faults, workload, cluster)
     faults.raise_if_any(workload.tenant.name)
     assert base is not None  # else there was a fault
@@ -144,7 +153,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
     environment, algorithm = training.environment, workload.algorithm
     seen_in = environment or evaluated_in
     light = seen_in is not None and seen_in.light_visuals
-    turned = training.turned_cameras
+    turned, cameras = training.turned_cameras, sized(training.cameras, workload.transforms)
     if turned is None and evaluated_in is not None:  # it is to see there what was recorded
         turned = tuple(sorted(evaluated_in.turned_cameras))
     return BackendConfig(
@@ -154,14 +163,20 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
             tenant=workload.tenant.name,
             base_model=base,
             action_module=workload.action_module,
-            cameras=training.cameras,
+            cameras=cameras,
             turned_cameras=turned,
             instruction=environment.instruction if environment else None,
             state=training.state,
             action=training.action,
+            transforms=workload.transforms,
             seed=algorithm.seed,
             schema_signature=schema_signature(
-                base, workload.action_module, training.cameras, light_visuals=light, turned_cameras=turned or ()
+                base,
+                workload.action_module,
+                cameras,
+                light_visuals=light,
+                turned_cameras=turned or (),
+                transforms=workload.transforms,
             ),
         ),
         trainable=workload.trainable,
@@ -171,8 +186,10 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         algorithm=algorithm,
         sample_count=algorithm.sample_count,
         environment=environment,
-        dataset=str(dataset_path(workload.data.dataset, home)) if workload.data else None,
-        columns=declared_columns(workload),
+        datasets=tuple(
+            DatasetConfig(path=str(dataset_path(d.dataset, home)), columns=declared_columns(d), weight=d.weight)
+            for d in (workload.data.datasets if workload.data else ())
+        ),
         evaluation=workload.evaluation,
         evaluation_environment=evaluated_in,
         limits=workload.limits,
@@ -305,14 +322,18 @@ def _check_evaluation(faults: _Faults, workload: WorkloadSpec, environment: Envi
             )
 
 
-def _check_evaluation_cameras(faults: _Faults, training: TrainingInterface, environment: EnvironmentSpec) -> None:
+def _check_evaluation_cameras(
+    faults: _Faults, workload: WorkloadSpec, training: TrainingInterface, environment: EnvironmentSpec
+) -> None:
     """Exactly the cameras of training: the base refuses a picture too many as it refuses one too few."""
-    if _sizes(environment.cameras) != _sizes(training.cameras):
+    shown, learned = (sized(cameras, workload.transforms) for cameras in (environment.cameras, training.cameras))
+    if _sizes(shown) != _sizes(learned):
+        resizable = {camera.name for camera in shown} == {camera.name for camera in learned}
         faults.add(
             "evaluation.environment",
-            f"{environment.name} (cameras {_sizes(environment.cameras)})",
-            f"cameras {_sizes(training.cameras)}, those of {training.source}",
-            "choose one that fits",
+            f"{environment.name} (cameras {_sizes(shown)})",
+            f"cameras {_sizes(learned)}, those of {training.source}",
+            "choose one that fits" + (", or one size for both (transforms.cameras)" if resizable else ""),
         )
     if training.turned_cameras is not None and set(environment.turned_cameras) != set(training.turned_cameras):
         faults.add(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs import presets
-from configs.data import ColumnsSpec
+from configs.data import ColumnsSpec, MixedDatasetSpec
 from configs.environment import LARGEST_CAMERA
 from configs.errors import DataFault, SpecError, refusal
 from configs.home import Home
+from configs.transforms import TransformsSpec
 from configs.workload import WorkloadSpec
+from storage.demonstration_stream import Source
 from storage.demonstrations import LeRobotDataset
 
 
@@ -19,20 +21,64 @@ def dataset_path(dataset: str, home: Home) -> Path:
     return path if path.is_absolute() else home.datasets / dataset
 
 
-def declared_columns(workload: WorkloadSpec) -> ColumnsSpec | None:
-    """Columns of the workload's dataset, by preset or as it declares them; None: LeRobot's own names.
+def declared_columns(declared: MixedDatasetSpec) -> ColumnsSpec | None:
+    """Columns of a dataset, by preset or as they are declared; None: LeRobot's own names.
 
     Raises:
         SpecError: if there is no such preset.
     """
-    data = workload.data
-    if data is None:
-        return None
-    return data.columns if data.preset is None else presets.columns(data.preset)
+    return declared.columns if declared.preset is None else presets.columns(declared.preset)
 
 
-def open_dataset(dataset: str, home: Home, columns: ColumnsSpec | None = None) -> LeRobotDataset:
-    """The dataset that a workload names, its columns bound as declared.
+def open_sources(workload: WorkloadSpec, home: Home) -> list[Source]:
+    """The datasets that a workload names, with their weights, their pictures in the declared sizes.
+
+    Raises:
+        SpecError: with all faults: of a dataset that is refused, or that shows or does something else than the first.
+    """
+    assert workload.data is not None
+    faults, found = [], []
+    for declared in workload.data.datasets:
+        try:
+            columns = declared_columns(declared)
+            found.append(Source(open_dataset(declared.dataset, home, columns, workload.transforms), declared.weight))
+        except SpecError as error:
+            faults.append(str(error))
+    faults += [fault for source in found[1:] for fault in _differences(source.dataset, found[0].dataset)]
+    if faults:
+        raise SpecError("; ".join(faults))
+    return found
+
+
+def _differences(dataset: LeRobotDataset, first: LeRobotDataset) -> list[str]:
+    """Why a dataset cannot be mixed with the first one."""
+    where = f"data.mixture: dataset {dataset.root.name}"
+    faults = []
+    for what, given, wanted in (
+        ("cameras", dict(sorted(dataset.cameras.items())), dict(sorted(first.cameras.items()))),
+        ("state width", dataset.state_width, first.state_width),
+        ("action width", dataset.action_width, first.action_width),
+    ):
+        if given != wanted:
+            remedy = "bind its columns so (columns), declare sizes (transforms.cameras), or leave it out"
+            faults.append(refusal(f"{where}, {what}", given, f"{wanted}, as {first.root.name} has", remedy))
+    turned = dataset.turned_cameras, first.turned_cameras
+    if None not in turned and turned[0] != turned[1]:
+        faults.append(
+            refusal(
+                f"{where}, turned cameras",
+                list(turned[0] or ()),
+                f"{list(turned[1] or ())}, as {first.root.name} has",
+                "turn them where they are read (columns.cameras.NAME.turned)",
+            )
+        )
+    return faults
+
+
+def open_dataset(
+    dataset: str, home: Home, columns: ColumnsSpec | None = None, transforms: TransformsSpec | None = None
+) -> LeRobotDataset:
+    """The dataset that a workload names, its columns bound and its pictures sized as declared.
 
     Raises:
         SpecError: if the name is a relative path, no LeRobot dataset lies there, it has not those columns, or a camera
@@ -51,8 +97,9 @@ def open_dataset(dataset: str, home: Home, columns: ColumnsSpec | None = None) -
                 "collect it first (flow `collect`) or name its folder",
             )
         )
+    declared = {} if transforms is None else transforms.cameras
     try:
-        found = LeRobotDataset(path, columns)
+        found = LeRobotDataset(path, columns, sizes={n: (size.height, size.width) for n, size in declared.items()})
     except DataFault as error:
         raise SpecError(f"data.dataset: {error}") from None
     _refuse_large(found)

@@ -249,12 +249,13 @@ class InferenceModelService:
 
             base = self._bases[policy.config.base_model.name]
             if sum(image.nbytes for image in observation["images"].values()) <= _PREPARED_AT_ONCE_BYTES:
-                prefix, proprioception = policy.prepare(base.backbone, observation)
+                prepared = policy.prepare(base.backbone, observation)
             else:
-                prefix, proprioception = await self._run(self._prepare, policy.prepare, base.backbone, observation)
+                prepared = await self._run(self._prepare, policy.prepare, base.backbone, observation)
+            prefix = prepared[0]
             key = prefix_key(policy.config.base_model, prefix.length)
             batcher = self._batcher(policy.config.base_model.name)
-            request = Request(policy, prefix, proprioception, generator, keep_feature, exploring)
+            request = Request(policy, *prepared, generator, keep_feature, exploring)
             return await batcher.submit(key, prefix.rows, request)
 
         return answer

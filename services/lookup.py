@@ -38,7 +38,7 @@ class Service:
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                # Not `wait_for`: before Python 3.12 that loses a cancellation which comes at the same time as the reply.
+                # Before Python 3.12 `wait_for` loses a cancellation that comes at the same time as the reply.
                 async with asyncio.timeout(self._timeout_s):
                     return await getattr(self._actor, method)(*args, **kwargs)
             except TimeoutError:

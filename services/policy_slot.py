@@ -220,7 +220,7 @@ class PolicySlot:
             raise TenantFault(
                 refusal("action", "NaN or infinity", f"finite numbers for {self.config.tenant!r}", "mend it")
             )
-        return torch.from_numpy(self._interface.action.normalise(action))
+        return torch.from_numpy(self._interface.policy_action(action, data["proprioception"]))
 
     def _advantage_weighted(
         self, features: JobFeatures, policy_key: str, algorithm: AwrSpec, data: Mapping[str, Any]

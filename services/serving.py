@@ -73,7 +73,7 @@ class ServingPolicy:
         """Bytes of parameters."""
         return self.module.num_bytes
 
-    def prepare(self, backbone: Backbone, observation: Mapping[str, Any]) -> tuple[PrefixBatch, Tensor]:
+    def prepare(self, backbone: Backbone, observation: Mapping[str, Any]) -> tuple[PrefixBatch, np.ndarray, Tensor]:
         """See `Interface.prepare`."""
         return self.interface.prepare(backbone, observation)
 
@@ -84,6 +84,7 @@ class Request:
 
     Attributes:
         policy: the serving policy, fixed when the request was accepted; a later load changes nothing here.
+        state: proprioception as it came, float32 [B, S].
         generator: draws the action noise of this request's session; None takes the mean.
         keep_feature: answer with the base's action tokens too.
         exploring: see `ActionModule.draw`.
@@ -91,6 +92,7 @@ class Request:
 
     policy: ServingPolicy
     prefix: PrefixBatch
+    state: np.ndarray
     proprioception: Tensor
     generator: torch.Generator | None
     keep_feature: bool = False
@@ -129,7 +131,7 @@ def _prediction(request: Request, decision: Decision, feature: VLAFeature, rows:
         kept = feature.action_tokens[rows].clone()  # a view would keep all tenants' features
     return Prediction(
         action=action,
-        environment_action=policy.interface.action.unnormalise(action),
+        environment_action=policy.interface.environment_action(action, request.state),
         log_prob=None if decision.log_prob is None else decision.log_prob.numpy(),
         value=None if decision.value is None else decision.value.numpy(),
         feature=None if kept is None else kept.cpu().numpy(),

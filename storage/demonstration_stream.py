@@ -137,9 +137,11 @@ class DemonstrationStream:
         return self._begun.pop(number).result()
 
     def close(self) -> None:
-        """End the threads; the datasets stay open."""
+        """End the threads, and close the datasets' video files."""
         self._begun.clear()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for dataset in self._datasets:
+            dataset.close()
 
     def _begin(self, number: int) -> _Batch:
         sources, positions = self._mixture.at(number * self._samples, self._samples)

@@ -21,6 +21,7 @@ class Camera:
     video: bool
     recorded: tuple[int, int]  # (height, width)
     size: tuple[int, int]  # (height, width) after the declared resize
+    turned: bool = False  # by 180 degrees, where it is read
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def bound(features: Mapping[str, Mapping[str, Any]], declared: ColumnsSpec, data
         recorded = layout.picture_size(features[column.key])
         assert recorded is not None
         resized = recorded if column.height is None or column.width is None else (column.height, column.width)
-        cameras.append(Camera(name, column.key, features[column.key]["dtype"] == "video", recorded, resized))
+        video = features[column.key]["dtype"] == "video"
+        cameras.append(Camera(name, column.key, video, recorded, resized, column.turned))
     widths: dict[str, int] = {}
     vectors = {k: w for k, f in features.items() if k not in layout.INDEX_FEATURES and (w := _width(f)) is not None}
     for role, key, wanted in (

@@ -5,7 +5,8 @@ It refuses what it cannot read right: another format version, missing statistics
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class LeRobotDataset:
 
     Attributes:
         cameras: {name: (height, width)} as pictures are given, after the declared resize.
+        turned_cameras: those whose pictures are turned by 180 degrees against what the simulator showed: as they were
+            recorded, or where they are read; None where neither is known nor declared.
         state: [frames, S] float32, as recorded.
         action: [frames, A] float32, as recorded.
         reward: [frames] float32, of each frame's action; None: none was recorded.
@@ -46,7 +49,13 @@ class LeRobotDataset:
     """
 
     def __init__(
-        self, root: Path, columns: ColumnsSpec | None = None, *, cache_bytes: int = 1 << 30, decoders: int = 8
+        self,
+        root: Path,
+        columns: ColumnsSpec | None = None,
+        *,
+        sizes: Mapping[str, tuple[int, int]] | None = None,
+        cache_bytes: int = 1 << 30,
+        decoders: int = 8,
     ) -> None:
         """Read the metadata and vectors.
 
@@ -54,6 +63,7 @@ class LeRobotDataset:
             root: the dataset's folder.
             columns: which columns are cameras, state and action, and the sizes that pictures are given; None:
                 LeRobot's own names, sizes as recorded.
+            sizes: {camera: (height, width)} that pictures are given whatever the columns say; others are no fault.
             cache_bytes: bound on pictures that are kept: decoded where all of them fit, else encoded row groups.
             decoders: video files open at one time, at most; more threads than that wait for one another.
 
@@ -74,14 +84,17 @@ class LeRobotDataset:
         self._inode = self.root.stat().st_ino
         name = self.root.name
         self._columns = as_recorded(self.features, name) if columns is None else bound(self.features, columns, name)
-        self._cameras = {camera.name: camera for camera in self._columns.cameras}
-        self.cameras = {camera.name: camera.size for camera in self._columns.cameras}
+        wanted = sizes or {}
+        sized = (replace(camera, size=wanted.get(camera.name, camera.size)) for camera in self._columns.cameras)
+        self._cameras = {camera.name: camera for camera in sized}
+        self.cameras = {camera.name: camera.size for camera in self._cameras.values()}
         self.state_width, self.action_width = self._columns.state_width, self._columns.action_width
         stats = of_version.statistics(self.root, self.features)
         self.stats = self._checked_stats(stats)
         self.tasks = of_version.tasks(self.root)
         path = self.root / layout.PROVENANCE
         self.provenance: dict[str, Any] = layout.json_of(path, self.root) if path.is_file() else {}
+        self.turned_cameras = self._turned()
         episodes = of_version.episodes(self.root, info)
         self.row_groups: list[tuple[str, int, int]] = []
         self.cache_bytes = cache_bytes
@@ -209,6 +222,14 @@ class LeRobotDataset:
     def close(self) -> None:
         """Close video files that are open; they are opened anew where a frame is asked for."""
         self._pictures.close()
+
+    def _turned(self) -> tuple[str, ...] | None:
+        recorded = self.provenance.get("turned_cameras")
+        here = {camera.name for camera in self._cameras.values() if camera.turned}
+        if recorded is None:
+            return tuple(sorted(here)) or None
+        before = {c.name for c in self._cameras.values() if c.key.removeprefix(layout.IMAGE_PREFIX) in recorded}
+        return tuple(sorted(here ^ before))
 
     def _refuse_unknown(self, camera: str) -> None:
         if camera not in self.cameras:

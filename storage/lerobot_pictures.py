@@ -98,7 +98,7 @@ class Pictures:
         self._decoders = DecoderPool(decoders)
 
     def read(self, camera: Camera, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Frames uint8 [n, h, w, 3] of one camera, in its declared size.
+        """Frames uint8 [n, h, w, 3] of one camera, in its declared size, turned where that is declared.
 
         Raises:
             DataFault: a file is missing or torn, or its pictures are not what info.json says.
@@ -114,6 +114,8 @@ class Pictures:
         if len(missing):
             decoded = self._from_videos if camera.video else self._from_parquet
             new = decoded(camera, wanted[missing])
+            if camera.turned:
+                new = new[:, ::-1, ::-1]
             found[missing] = new
             if self._keeps_frames:
                 self._kept.put({keys[i]: (f.copy(), f.nbytes) for i, f in zip(missing, new, strict=True)})

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 DOMAIN = "vla"
 _WAIT_S = 30.0
 _REASON = 2000  # characters of a reason that a descriptor keeps
+KEPT_PICTURE_BYTES = 1 << 30
+"""Of pictures that a workload's datasets keep together for later epochs."""
 _DELETING = ThreadPoolExecutor(1, thread_name_prefix="deleting")
 
 
@@ -224,12 +227,22 @@ async def build_sft_batch(
     await _hand_on(platform, job, "ready")
 
 
-def demonstrations(backend: BackendConfig, dataset: LeRobotDataset) -> DemonstrationStream:
-    """The workload's samples in their order; a job's are the batch of the job's number."""
-    algorithm = backend.algorithm
+def demonstrations(backend: BackendConfig) -> DemonstrationStream:
+    """The workload's samples in their order, its datasets opened for them; a job's are the batch of the job's number.
+
+    Raises:
+        UnknownObject, DataFault, SpecError: a dataset is not what it was when the workload was admitted.
+    """
+    algorithm, transforms = backend.algorithm, backend.policy.transforms
     assert isinstance(algorithm, OfflineSpec)
+    sizes = {name: (size.height, size.width) for name, size in transforms.cameras.items()}
+    cache_bytes = KEPT_PICTURE_BYTES // len(backend.datasets)
+    opened = [
+        Source(LeRobotDataset(Path(d.path), d.columns, sizes=sizes, cache_bytes=cache_bytes), d.weight)
+        for d in backend.datasets
+    ]
     return DemonstrationStream(
-        [Source(dataset)],
+        opened,
         samples=backend.sample_count,
         horizon=backend.policy.action_module.horizon,
         seed=algorithm.seed,

@@ -168,8 +168,8 @@ def test_an_adapter_leaves_as_pefts_files_and_comes_back_as_another_tenants_star
 
 
 def _request(policy: ServingPolicy, backbone: Backbone, seen: dict[str, Any]) -> Request:
-    prefix, proprioception = policy.prepare(backbone, seen)
-    return Request(policy, prefix, proprioception, None)
+    prefix, state, proprioception = policy.prepare(backbone, seen)
+    return Request(policy, prefix, state, proprioception, None)
 
 
 def test_only_modules_that_give_log_probabilities_learn_by_rl(ends: dict[str, dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from configs.environment import StatisticsSpec
 from configs.errors import TenantFault
+from configs.transforms import Scaling
 from kernels.normalisation import Normaliser, require_finite, state_text
 
 
@@ -60,9 +61,9 @@ def test_the_argument_is_not_changed() -> None:
 @pytest.mark.parametrize(
     ("mean", "std", "message"),
     [
-        ([0, 0], [1], "statistics: got .* possible: mean and std of one width"),
-        ([float("nan")], [1], "statistics: got .* possible: finite means"),
-        ([0], [-1], "statistics: got .* possible: finite means, deviations ≥ 0"),
+        ([0, 0], [1], "statistics: got .* possible: two vectors of one width"),
+        ([float("nan")], [1], "statistics: got .* possible: finite numbers"),
+        ([0], [-1], "statistics: got .* possible: finite numbers, deviations and ranges ≥ 0"),
     ],
 )
 def test_missing_or_broken_statistics_are_refused(mean: list[float], std: list[float], message: str) -> None:
@@ -83,3 +84,42 @@ def test_wrong_width_and_nan_are_refused() -> None:
 def test_text_bins_by_hand() -> None:
     """±3 deviations over 256 bins: −3 → 0, 0 → 128, beyond 3 → 255; 1 → (4 / 6) · 256 = 170.67 → 170."""
     assert state_text(np.array([[-3, 0, 9], [1, -50, 2.999]], np.float32)) == ["000 128 255", "170 000 255"]
+
+
+STATISTICS = StatisticsSpec(
+    mean=(1.0, 0.0, 0.0),
+    std=(2.0, 1.0, 0.0),
+    min=(-4.0, -1.0, 0.5),
+    max=(4.0, 1.0, 0.5),
+    q01=(-3, 0, 0.5),
+    q99=(1, 0, 0.5),
+)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "wanted"),
+    [
+        ("mean_std", [0.0, 0.5, 0.5]),  # (1 − 1) / 2; 0.5; a constant is only shifted: 0.5 − 0
+        ("quantiles", [1.0, 0.5, 0.0]),  # 1 is q99; a dimension whose quantiles are equal is only shifted, by 0
+        ("min_max", [0.25, 0.5, 0.0]),  # 1 of −4 … 4
+    ],
+)
+def test_each_scaling_by_hand_and_back(scaling: Scaling, wanted: list[float]) -> None:
+    normaliser, raw = Normaliser.from_statistics(STATISTICS, (), scaling), np.array([1.0, 0.5, 0.5], np.float32)
+    np.testing.assert_allclose(normaliser.normalise(raw), wanted)
+    np.testing.assert_allclose(normaliser.unnormalise(normaliser.normalise(raw)), raw)
+    beyond = np.array([50.0, -9.0, 0.5], np.float32)  # nothing is clipped
+    np.testing.assert_allclose(normaliser.unnormalise(normaliser.normalise(beyond)), beyond)
+
+
+def test_a_scaling_whose_statistics_are_missing_is_refused() -> None:
+    plain = StatisticsSpec(mean=(0.0,), std=(1.0,))
+    with pytest.raises(TenantFault, match="statistics: got 'no q01 and q99'; possible: those that scaling 'quantiles'"):
+        Normaliser.from_statistics(plain, (), "quantiles")
+    with pytest.raises(TenantFault, match="no min and max"):
+        Normaliser.from_statistics(plain, (), "min_max")
+
+
+def test_text_bins_of_a_range_by_hand() -> None:
+    """−1 to 1 over 256 bins: 0.5 → (1.5 / 2) · 256 = 192; beyond 1 → 255."""
+    assert state_text(np.array([[-1, 0, 0.5, 2]], np.float32), "quantiles") == ["000 128 192 255"]

@@ -192,7 +192,7 @@ def test_ppo_has_the_bits_of_one_written_plainly(granularity: str) -> None:
     trained, steps, metrics = updated(ppo_update, spec, **given)
 
     plain, generator = module(), torch.Generator().manual_seed(5)
-    adam = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.0, foreach=False)
+    adam = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.0, fused=True)
     valid = given["valid"]
     chosen = given["advantage"][valid].double().numpy()
     advantage = torch.zeros(ROWS, 2)

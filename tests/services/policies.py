@@ -84,7 +84,6 @@ def backend(
         algorithm=sft if task == "sft" else ppo,
         sample_count=8,
         environment=presets.environment("reach") if task == "rl" else None,
-        dataset=None,
         evaluation=None,
         evaluation_environment=None,
         limits=LimitsSpec(),

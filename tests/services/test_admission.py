@@ -18,6 +18,7 @@ from configs.home import Home
 from configs.model import LoraTarget
 from configs.requests import CollectRequest
 from configs.spec import parse
+from configs.transforms import TransformsSpec
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, exported
 from services.admission import admit, admit_all
@@ -89,6 +90,7 @@ def refused(spec: WorkloadSpec, home: Path, cluster: ClusterSpec = LAPTOP) -> li
         "cameras",
         "evaluation.",
         "resources.",
+        "transforms.",
         "algorithm.",
         "start_from",
     )
@@ -166,7 +168,6 @@ def test_more_hosts_than_environments_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "shown"),
     [
-        ("reach-large", "top 96×96"),
         ("reach-two", "side 64×64, top 64×64"),
         ("reach-side", "side 64×64"),
     ],
@@ -174,11 +175,24 @@ def test_more_hosts_than_environments_are_refused(tmp_path: Path) -> None:
 def test_an_evaluation_that_shows_other_pictures_than_training_is_refused(
     environment: str, shown: str, tmp_path: Path
 ) -> None:
-    """Larger ones would be resized unseen; a camera too many or too few is refused by the base, mid-way."""
+    """A camera too many or too few is refused by the base, mid-way."""
     assert refused(workload(evaluation__environment=environment), tmp_path) == [
         f"evaluation.environment: got '{environment} (cameras {shown})'; possible: cameras top 64×64, those of "
         "environment 'reach'; choose one that fits"
     ]
+
+
+@pytest.mark.usefixtures("more_environments")
+def test_pictures_of_another_size_are_refused_unless_one_size_is_declared_for_both(tmp_path: Path) -> None:
+    """Larger ones would be resized unseen."""
+    assert refused(workload(evaluation__environment="reach-large"), tmp_path) == [
+        "evaluation.environment: got 'reach-large (cameras top 96×96)'; possible: cameras top 64×64, those of "
+        "environment 'reach'; choose one that fits, or one size for both (transforms.cameras)"
+    ]
+    one_size = {"cameras": {"top": {"height": 48, "width": 64}}}
+    found = admit(workload(evaluation__environment="reach-large", transforms=one_size), Home(tmp_path), LAPTOP)
+    assert [(c.name, c.height, c.width) for c in found.policy.cameras] == [("top", 48, 64)]
+    assert found.policy.schema_signature != admit(workload(), Home(tmp_path), LAPTOP).policy.schema_signature
 
 
 @pytest.mark.usefixtures("more_environments")
@@ -428,7 +442,7 @@ def test_offline_rl_takes_a_dataset_that_holds_rewards(tmp_path: Path, rewards: 
         return
     config = admit(spec, Home(tmp_path), LAPTOP)
     policy = config.scheduler_policy()
-    assert (config.policy_key, config.sample_count, config.dataset) == ("reach.rl", 16, str(tmp_path / "data"))
+    assert (config.policy_key, config.sample_count, config.datasets[0].path) == ("reach.rl", 16, str(tmp_path / "data"))
     assert (policy["task_type"], policy["max_active_rollouts"], policy["base_model"]) == ("sft", None, None)
     assert (config.features_travel, config.environment) == (False, None)
 
@@ -490,6 +504,7 @@ def published(folder: Path) -> str:
     return str(folder)
 
 
+WIDE = {"state_width": 8, "action_width": 7}
 LIBERO_WIDTHS = {"kind": "oft", "horizon": 1, "action_width": 7, "state_width": 8, "proprioception": "head"}
 
 
@@ -506,13 +521,13 @@ def test_columns_of_a_dataset_are_bound_by_preset_or_as_declared(tmp_path: Path)
         ("image", 64, 64),
         ("wrist_image", 32, 64),
     ]
-    assert config.columns == presets.columns("libero")
+    assert [d.columns for d in config.datasets] == [presets.columns("libero")]
     own = {"cameras": {"eye": {"key": "observation.images.image2", "height": 48, "width": 48}}}
     config = admit(supervised({"dataset": path, "columns": own}), home, LAPTOP)
     assert [(c.name, c.height, c.width) for c in config.policy.cameras] == [("eye", 48, 48)]
     plain = admit(supervised({"dataset": path}), home, LAPTOP)
     assert [c.name for c in plain.policy.cameras] == ["image", "image2"]
-    assert plain.columns is None
+    assert [(d.path, d.columns, d.weight) for d in plain.datasets] == [(path, None, 1.0)]
     assert plain.policy.schema_signature != config.policy.schema_signature
 
 
@@ -565,3 +580,102 @@ def test_a_simulator_that_is_not_installed_is_refused_with_the_command(
     for field in ("environment", "evaluation.environment"):
         given = f"{field}: got 'libero-object-small'; possible: one that is installed here; "
         assert given + "run `joynexus env install libero`" in str(caught.value)
+
+
+def mixture(folder: Path, **second: Any) -> dict[str, Any]:
+    """Two datasets of LIBERO's widths, the second of which is drawn three times as often; what is learned from."""
+    one = published(folder / "one")
+    two = published(folder / "two")
+    return {
+        "mixture": [{"dataset": one, "preset": "libero"}, {"dataset": two, "preset": "libero", "weight": 3} | second]
+    }
+
+
+def test_several_datasets_are_one_interface_with_statistics_by_weight(tmp_path: Path) -> None:
+    """All states are 1 in the one and 5 in the other, drawn three times as often: mean 4, variance ¼·9 + ¾·1 = 3."""
+    data = mixture(tmp_path)
+    with LeRobotWriter(tmp_path / "five", fps=10, cameras={"image": (64, 64), "image2": (32, 64)}, **WIDE) as writer:
+        pictures = {"image": np.zeros((1, 64, 64, 3), np.uint8), "image2": np.zeros((1, 32, 64, 3), np.uint8)}
+        writer.add_episode(pictures, np.full((1, 8), 5, np.float32), np.full((1, 7), 5, np.float32), "go")
+    data["mixture"][1]["dataset"] = str(tmp_path / "five")
+    found = admit(supervised(data), Home(tmp_path), LAPTOP)
+    assert [(Path(d.path).name, d.weight) for d in found.datasets] == [("one", 1.0), ("five", 3.0)]
+    for statistics, width in ((found.policy.state, 8), (found.policy.action, 7)):
+        np.testing.assert_allclose(statistics.mean, [4.0] * width)
+        np.testing.assert_allclose(np.square(statistics.std), [3.0] * width)
+        assert (statistics.min, statistics.max) == ((1.0,) * width, (5.0,) * width)
+
+
+def test_datasets_that_show_or_do_something_else_are_not_mixed(tmp_path: Path) -> None:
+    small = {"image": {"key": "observation.images.image", "height": 8, "width": 8}}
+    data = mixture(tmp_path, preset=None, columns={"cameras": small})
+    (fault,) = refused(supervised(data), tmp_path)
+    assert fault.startswith("data.mixture: dataset two, cameras: got {'image': (8, 8)}; possible: {'image': (64, 64), ")
+    (fault,) = refused(supervised(mixture(tmp_path / "b", dataset=str(tmp_path / "three"))), tmp_path)
+    assert fault.startswith("data.dataset: got ")
+    one_size = {"cameras": {"image": {"height": 8, "width": 8}, "wrist_image": {"height": 8, "width": 8}}}
+    wanted = [("image", 8, 8), ("wrist_image", 8, 8)]
+    two = {
+        "cameras": {"image": {"key": "observation.images.image"}, "wrist_image": {"key": "observation.images.image2"}}
+    }
+    spec = supervised(mixture(tmp_path / "c", preset=None, columns=two)).model_copy(
+        update={"transforms": TransformsSpec.model_validate(one_size)}
+    )
+    found = admit(spec, Home(tmp_path), LAPTOP)
+    assert [(c.name, c.height, c.width) for c in found.policy.cameras] == wanted
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "dataset: got None with a mixture of 0; possible: one of the two"),
+        ({"dataset": "d", "mixture": [{"dataset": "e"}]}, "dataset: got 'd' with a mixture of 1"),
+        ({"mixture": [{"dataset": "e"}], "preset": "libero"}, "mixture: got preset or columns beside it"),
+        ({"mixture": [{"dataset": "e", "weight": 0}]}, "mixture.0.weight"),
+    ],
+)
+def test_one_dataset_or_several_is_declared(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        supervised(data)
+
+
+def test_statistics_are_those_after_the_declared_transform(tmp_path: Path) -> None:
+    """Actions 3, 5, 9 from states 1, 2, 4 with a chunk of two: 3−1, 5−1, 5−2, 9−2, 9−4 (the last one's second is
+    padding), of which the mean is 21 / 5; the exempt dimension is as it was."""
+    with LeRobotWriter(tmp_path / "data", fps=10, cameras={"image": (8, 8)}, state_width=1, action_width=2) as writer:
+        action = np.array([[3, 1], [5, 1], [9, 0]], np.float32)
+        writer.add_episode(
+            {"image": np.zeros((3, 8, 8, 3), np.uint8)}, np.array([[1], [2], [4]], np.float32), action, "go"
+        )
+    spec = supervised({"dataset": str(tmp_path / "data")}, horizon=2, action_width=2, state_width=1)
+    declared = {"delta_action": [0], "exempt_action": [1], "scaling": "min_max"}
+    spec = spec.model_copy(update={"transforms": TransformsSpec.model_validate(declared)})
+    found = admit(spec, Home(tmp_path), LAPTOP).policy
+    np.testing.assert_allclose(found.action.mean, [21 / 5, 3 / 5])
+    assert (found.action.min, found.action.max) == ((2.0, 0.0), (7.0, 1.0))
+    assert (found.state.min, found.state.max) == ((1.0,), (4.0,))
+    assert found.transforms == spec.transforms
+
+
+def test_transforms_that_do_not_fit_are_refused_at_once(tmp_path: Path) -> None:
+    wrong = {
+        "cameras": {"eye": {"height": 8, "width": 8}},
+        "exempt_action": [2],
+        "delta_action": [0],
+        "delta_state": [5],
+    }
+    faults = refused(workload(transforms={**wrong, "scaling": "quantiles"}), tmp_path)
+    assert faults == [
+        "transforms.cameras: got 'eye'; possible: top (of environment 'reach'); bind cameras by name",
+        "transforms.exempt_action: got [2]; possible: 0 … 1, dimensions of the action of environment 'reach'; "
+        "name such",
+        "transforms.delta_state: got [5]; possible: 0 … 1, dimensions of the state of environment 'reach'; name such",
+        "transforms.scaling: got 'quantiles'; possible: one for which environment 'reach' has statistics; add "
+        "state.q01 and q99 to its preset, or choose mean_std",
+        "transforms.scaling: got 'quantiles'; possible: one for which environment 'reach' has statistics; add "
+        "action.q01 and q99 to its preset, or choose mean_std",
+        "transforms.delta_action: got [0]; possible: none with a fresh policy: environment 'reach' has statistics of "
+        "absolute actions; fine-tune first, then `start: continue`",
+    ]
+    goes_on = {"delta_action": [0], "scaling": "quantiles"}
+    admit(workload(transforms=goes_on, start="continue"), Home(tmp_path), LAPTOP)

@@ -44,8 +44,8 @@ def declared(kind: str, name: str | None, **settings: Any) -> BackendConfig:
 def acted(backbone: Backbone, config: BackendConfig, seen: dict[str, Any]) -> Prediction:
     """A decision a row by the serving side, sampled."""
     policy = ServingPolicy(config.policy, 0, None)
-    prefix, proprioception = policy.prepare(backbone, seen)
-    request = Request(policy, prefix, proprioception, torch.Generator().manual_seed(7))
+    prefix, state, proprioception = policy.prepare(backbone, seen)
+    request = Request(policy, prefix, state, proprioception, torch.Generator().manual_seed(7))
     (prediction,) = serving.forward(backbone, [request], PolicyStacks(0))
     assert isinstance(prediction, Prediction), prediction
     return prediction

@@ -49,8 +49,8 @@ def seen() -> dict[str, Any]:
 def rollout(backbone: Backbone, config: BackendConfig) -> dict[str, Any]:
     """Pictures and what the serving side did with them, as an RL partition holds it."""
     policy, shown, generator = ServingPolicy(config.policy, 0, None), seen(), np.random.default_rng(5)
-    prefix, proprioception = policy.prepare(backbone, shown)
-    request = Request(policy, prefix, proprioception, torch.Generator().manual_seed(7))
+    prefix, state, proprioception = policy.prepare(backbone, shown)
+    request = Request(policy, prefix, state, proprioception, torch.Generator().manual_seed(7))
     (prediction,) = serving.forward(backbone, [request], PolicyStacks(0))
     assert isinstance(prediction, Prediction)
     return {

@@ -107,8 +107,8 @@ def test_adapted_and_plain_tenants_share_a_forward_and_answer_as_alone(backbone:
         served.append(ServingPolicy(config, 0, tensors))
     requests = []
     for i, (policy, rows) in enumerate(((served[1], 2), (served[0], 3), (served[2], 1), (served[1], 1))):
-        prefix, proprioception = policy.prepare(backbone, policies.observation(rows, i))
-        requests.append(Request(policy, prefix, proprioception, None))
+        prefix, state, proprioception = policy.prepare(backbone, policies.observation(rows, i))
+        requests.append(Request(policy, prefix, state, proprioception, None))
     together = serving.forward(backbone, requests, PolicyStacks(0))
     for request, prediction in zip(requests, together, strict=True):
         (alone,) = serving.forward(backbone, [request], PolicyStacks(0))

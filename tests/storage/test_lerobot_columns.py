@@ -172,3 +172,22 @@ def test_a_preset_refuses_a_dataset_of_another_kind() -> None:
 def test_declarations_that_say_nothing_are_refused(columns: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ColumnsSpec.model_validate(columns)
+
+
+@pytest.mark.parametrize("codec", [None, "libx264"])
+def test_pictures_are_turned_where_that_is_declared(tmp_path: Path, codec: str | None) -> None:
+    """Once, whether they are decoded now or kept from before; and the dataset says so."""
+    root = write(tmp_path / "d", video_codec=codec)
+    columns = {"cameras": {"eye": {"key": "observation.images.base", "turned": True}}}
+    plain, found = LeRobotDataset(root), LeRobotDataset(root, ColumnsSpec.model_validate(columns))
+    wanted = plain.pictures("base", range(TOTAL))[:, ::-1, ::-1]
+    for _ in range(2):
+        np.testing.assert_array_equal(found.pictures("eye", range(TOTAL)), wanted)
+    assert not np.array_equal(wanted, wanted[:, ::-1, ::-1])
+    assert (plain.turned_cameras, found.turned_cameras) == (None, ("eye",))
+
+
+def test_sizes_given_by_camera_go_before_the_columns_and_unknown_ones_are_no_fault(tmp_path: Path) -> None:
+    found = LeRobotDataset(write(tmp_path / "d"), ColumnsSpec.model_validate(OWN), sizes={"eye": (8, 8), "x": (1, 1)})
+    assert found.cameras == {"eye": (8, 8), "hand": (16, 64)}
+    assert found.pictures("eye", [0]).shape == (1, 8, 8, 3)

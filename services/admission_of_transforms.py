@@ -1,0 +1,64 @@
+"""Admission of declared transforms: against the cameras, widths and statistics of what a workload learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from configs.environment import CameraSpec, StatisticsSpec
+from configs.transforms import TransformsSpec
+from configs.workload import WorkloadSpec
+
+Fault = tuple[str, object, str, str]
+"""Field, what was given, what is possible, what to do."""
+
+
+def sized(cameras: Sequence[CameraSpec], transforms: TransformsSpec) -> tuple[CameraSpec, ...]:
+    """Cameras as the policy sees them."""
+    declared = transforms.cameras
+    return tuple(
+        c if c.name not in declared else CameraSpec(name=c.name, **declared[c.name].model_dump()) for c in cameras
+    )
+
+
+def faults_of_transforms(
+    workload: WorkloadSpec, cameras: Sequence[CameraSpec], state: StatisticsSpec, action: StatisticsSpec, source: str
+) -> Iterator[Fault]:
+    """What is wrong with the transforms.
+
+    Args:
+        workload: that declares them.
+        cameras: of what it learns from.
+        state: statistics of its state.
+        action: of its action.
+        source: where these come from, in words.
+    """
+    transforms = workload.transforms
+    names = [camera.name for camera in cameras]
+    for name in sorted(set(transforms.cameras) - set(names)):
+        yield "transforms.cameras", name, f"{', '.join(names)} (of {source})", "bind cameras by name"
+    widths = {"state": len(state.mean), "action": len(action.mean)}
+    for field, role, given in (
+        ("exempt_state", "state", transforms.exempt_state),
+        ("exempt_action", "action", transforms.exempt_action),
+        ("delta_action", "action", transforms.delta_action),
+        ("delta_state", "state", transforms.delta_from),
+    ):
+        outside = [d for d in given if d >= widths[role]]
+        if outside:
+            possible = f"0 … {widths[role] - 1}, dimensions of the {role} of {source}"
+            yield f"transforms.{field}", outside, possible, "name such"
+    if not workload.algorithm.collects or workload.start == "continue":
+        return  # statistics of datasets have all that is asked for; a slot that is there keeps those it was made with
+    for role, statistics in (("state", state), ("action", action)):
+        if lacking := [name for name in transforms.statistics if getattr(statistics, name) is None]:
+            wanted = f"one for which {source} has statistics"
+            remedy = f"add {role}.{' and '.join(lacking)} to its preset, or choose mean_std"
+            yield "transforms.scaling", transforms.scaling, wanted, remedy
+    if transforms.delta_action:
+        possible = f"none with a fresh policy: {source} has statistics of absolute actions"
+        yield (
+            "transforms.delta_action",
+            list(transforms.delta_action),
+            possible,
+            "fine-tune first, then `start: continue`",
+        )

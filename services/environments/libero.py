@@ -17,6 +17,7 @@ Scene files (meshes, textures) are not in the package: they lie in the folder th
 the package downloads them into `~/.cache/libero` when it first needs them.
 
 With `light_visuals` the robot is shown by its collision hulls, which takes a third off a picture's time.
+
 The library rebuilds its scene at every reset, 3 s of CPU. Here it is built once an environment and put back, 25 ms:
 the library's `hard_reset=False`, and what that leaves of the episode before (see `_Task.reset`).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ async def _run(platform: Platform, request: EvaluateRequest, target: Target, run
         "request": request.model_dump(mode="json"),
         "flow_run": str(flow_run.id),
     }
-    result: dict[str, Any] = await platform.patiently(
+    owner = f"evaluation-{task_run.id}"
+    asked = platform.patiently(
         lookup.INFERENCE,
         "evaluate",
         target.serving,
@@ -86,12 +88,25 @@ async def _run(platform: Platform, request: EvaluateRequest, target: Target, run
         blanked=request.blanked,
         sampled=request.sampled,
         policy_version=target.version,
-        run_id=f"evaluation-{task_run.id}",
+        run_id=owner,
         films_to=run if request.films else None,
         record=request.record,
         provenance=provenance,
     )
+    try:
+        result: dict[str, Any] = await asked
+    except asyncio.CancelledError:
+        await asyncio.shield(_close_sessions(platform, owner))
+        raise
     return {"target": target.adapter or target.serving, "environment": request.environment, "mlflow_run": run, **result}
+
+
+async def _close_sessions(platform: Platform, owner: str) -> None:
+    """End an evaluation that nobody waits for any more: without its session it does not go on."""
+    try:
+        await (await platform.environments()).close_owned([owner])
+    except JoyNexusError as error:
+        logger.warning("sessions of %s were not closed: %s", owner, error)
 
 
 async def _open_run(platform: Platform, request: EvaluateRequest, target: Target) -> str | None:

@@ -56,17 +56,26 @@ async def cycles(svc, environment, *, images=True):
             True,
             id="vector",
         ),
-        pytest.param(preset("pushcube"), False, id="maniskill-state", marks=needs_renderer),
+        pytest.param(preset("pushcube"), True, id="maniskill", marks=needs_renderer),
     ],
 )
 def test_forty_sessions_in_a_row(environment, images):
+    forty_sessions(environment, images=images)
+
+
+@pytest.mark.usefixtures("libero")
+def test_forty_sessions_of_libero():
+    forty_sessions(preset("libero-object-small"), images=True)
+
+
+def forty_sessions(environment, *, images):
     async def main():
         async with service(max_hosts=1, sessions_per_host=SESSIONS_PER_HOST) as svc:
             served = await cycles(svc, environment, images=images)
             assert len(set(served)) == 2  # 30 sessions, then 10
             assert (await svc.capabilities())["hosts"] == {"max": 1, "in_use": 0, "warm": 1, "waiting": 0}
 
-    asyncio.run(asyncio.wait_for(main(), 500))  # a ManiSkill host takes long to start on a busy machine
+    asyncio.run(asyncio.wait_for(main(), 500))  # a simulator's host takes long to start on a busy machine
 
 
 def test_forty_sessions_of_an_own_environment(tmp_path):

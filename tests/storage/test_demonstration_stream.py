@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from configs.errors import DataFault, SpecError
+from configs.home import PROJECT_ROOT
 from storage.demonstration_stream import DemonstrationStream, Source, order_of
 from storage.demonstrations import LeRobotDataset, LeRobotWriter
 from storage.sample_order import Mixture, ShuffledOrder
@@ -147,3 +150,40 @@ def test_numbers_out_of_range_are_refused(datasets: list[LeRobotDataset], field:
     settings = {"samples": 1, "horizon": 1, "seed": 0, field: value}
     with pytest.raises(SpecError, match=field):
         DemonstrationStream([Source(datasets[0])], **settings)  # type: ignore[arg-type]
+
+
+_READ_AN_EPOCH = """
+import sys
+from pathlib import Path
+import psutil
+from storage.demonstration_stream import DemonstrationStream, Source
+from storage.demonstrations import LeRobotDataset
+
+dataset = LeRobotDataset(Path(sys.argv[1]), cache_bytes=int(sys.argv[2]))
+with DemonstrationStream([Source(dataset)], samples=16, horizon=1, seed=0, ahead=2) as stream:
+    stream.batch(0)
+    process, most = psutil.Process(), 0
+    before = process.memory_info().rss
+    for number in range(1, len(dataset) // 16):
+        stream.batch(number)
+        most = max(most, process.memory_info().rss)
+print(dataset.encoded_bytes, most - before)
+"""
+
+
+def test_memory_is_bounded_on_a_dataset_that_is_larger(tmp_path: Path) -> None:
+    """An epoch over 94 MB of pictures of which 8 MB may be kept: a process grows by far less than the dataset."""
+    rng = np.random.default_rng(0)
+    with LeRobotWriter(tmp_path / "d", fps=10, cameras={"top": (160, 160)}, state_width=1, action_width=1) as writer:
+        for _ in range(24):
+            noise = rng.integers(0, 256, (50, 160, 160, 3), dtype=np.uint8)  # does not compress
+            vectors = np.zeros((50, 1), np.float32)
+            writer.add_episode({"top": noise}, vectors, vectors, "go")
+    kept = 8 << 20
+    command = [sys.executable, "-c", _READ_AN_EPOCH, str(tmp_path / "d"), str(kept)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT_ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    encoded, grown = map(int, done.stdout.split())
+    assert encoded > 90e6
+    print(f"{encoded / 1e6:.0f} MB read, grown by {grown / 1e6:.1f} MB")
+    assert grown < 4 * kept

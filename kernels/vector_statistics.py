@@ -1,7 +1,8 @@
 """Statistics of vectors that are read piece by piece, from one source or several that are mixed by weight.
 
-Means, deviations and bounds are exact; quantiles come from histograms that the sources are counted into together, so
-they are off by one of `BINS` parts of the range at most. Memory does not depend on how many vectors there are.
+All are exact up to the rounding of sums, whatever outliers there are: the bits of a float32, read as an integer, order as
+the numbers do, so a quantile is found by counting their upper and then their lower halves. Memory does not depend on
+how many vectors there are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from configs.environment import StatisticsSpec
 from configs.errors import DataFault, refusal
 
-BINS = 1 << 14
+_HALF = 1 << 16
+_SLACK = 1e-12  # of a share, so that the rounding of sums does not move a quantile to the next vector
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,18 @@ class Vectors:
 
     Attributes:
         name: for messages.
-        pieces: gives all its vectors, float [n, W] at a time; asked twice.
+        pieces: gives all its vectors, float32 [n, W] at a time; asked three times.
         weight: its share of what is learned from, against the others'.
     """
 
     name: str
-    pieces: Callable[[], Iterable[NDArray[np.floating]]]
+    pieces: Callable[[], Iterable[NDArray[np.float32]]]
     weight: float = 1.0
 
 
 def statistics_of(sources: Sequence[Vectors]) -> StatisticsSpec:
-    """Statistics of what is drawn from the sources by their weights.
+    """Statistics of what is drawn from the sources by their weights; a quantile q is the least value that a share q of
+    them does not exceed.
 
     Raises:
         DataFault: a source has no vectors, or one that is not finite.
@@ -42,30 +45,35 @@ def statistics_of(sources: Sequence[Vectors]) -> StatisticsSpec:
     extents = [_extent(source) for source in sources]
     low = np.min([low for _, low, _ in extents], axis=0)
     high = np.max([high for _, _, high in extents], axis=0)
-    middle, reach = (low + high) / 2, high - low
-    width = len(low)
-    first, second, counts = np.zeros(width), np.zeros(width), np.zeros((width, BINS))
     total = sum(source.weight for source in sources)
-    for source, (count, _, _) in zip(sources, extents, strict=True):
-        share = source.weight / total / count
-        for piece in source.pieces():
-            away = piece.astype(np.float64) - middle  # about the middle, so that squares lose nothing to a far mean
-            first += share * away.sum(axis=0)
-            second += share * (away**2).sum(axis=0)
-            for d in range(width):
-                place = (away[:, d] / (reach[d] or 1.0) + 0.5) * BINS
-                counts[d] += share * np.bincount(np.clip(place.astype(np.int64), 0, BINS - 1), minlength=BINS)
-    constant = reach == 0
+    shares = [source.weight / total / count for source, (count, _, _) in zip(sources, extents, strict=True)]
+    middle, width = (low + high) / 2, len(low)
+    first, second, upper = np.zeros(width), np.zeros(width), np.zeros((width, _HALF))
+    for share, piece in _pieces(sources, shares):
+        away = piece.astype(np.float64) - middle  # about the middle, so that squares lose nothing to a far mean
+        first += share * away.sum(axis=0)
+        second += share * (away**2).sum(axis=0)
+        keys = _ordered(piece) >> 16
+        for d in range(width):
+            upper[d] += share * np.bincount(keys[:, d], minlength=_HALF)
+    q01, q99 = (_quantile(sources, shares, upper, q) for q in (0.01, 0.99))
+    constant = low == high
     deviation = np.sqrt(np.maximum(second - first**2, 0.0))
-    q01, q99 = (np.array([_quantile(c, q) for c in counts]) * reach + low for q in (0.01, 0.99))
     return StatisticsSpec(
         mean=tuple(np.where(constant, low, middle + first).tolist()),
         std=tuple(np.where(constant, 0.0, deviation).tolist()),
         min=tuple(low.tolist()),
         max=tuple(high.tolist()),
-        q01=tuple(np.where(constant, low, q01).tolist()),
-        q99=tuple(np.where(constant, low, q99).tolist()),
+        q01=tuple(q01.tolist()),
+        q99=tuple(q99.tolist()),
     )
+
+
+def _pieces(sources: Sequence[Vectors], shares: Sequence[float]) -> Iterable[tuple[float, NDArray[np.float32]]]:
+    """Every piece with the share of one of its vectors."""
+    for source, share in zip(sources, shares, strict=True):
+        for piece in source.pieces():
+            yield share, piece
 
 
 def _extent(source: Vectors) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
@@ -83,10 +91,32 @@ def _extent(source: Vectors) -> tuple[int, NDArray[np.float64], NDArray[np.float
     return count, np.min(lows, axis=0), np.max(highs, axis=0)
 
 
-def _quantile(counts: NDArray[np.float64], q: float) -> float:
-    """Where in [0, 1] of the range; what a bin holds lies evenly in it."""
-    cumulative = np.cumsum(counts)
-    wanted = q * cumulative[-1]
-    place = int(np.searchsorted(cumulative, wanted))
-    below = cumulative[place - 1] if place else 0.0
-    return float(place + (wanted - below) / counts[place]) / BINS
+def _ordered(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """Integers that order as the numbers do: of negative ones all bits are turned, of others the sign."""
+    bits = (values + np.float32(0)).view(np.uint32)  # -0 becomes 0
+    return bits ^ np.where(bits >> 31, np.uint32(0xFFFFFFFF), np.uint32(0x80000000))
+
+
+def _number(key: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """The inverse of `_ordered`."""
+    return (key ^ np.where(key >> 31, np.uint32(0x80000000), np.uint32(0xFFFFFFFF))).view(np.float32)
+
+
+def _quantile(
+    sources: Sequence[Vectors], shares: Sequence[float], upper: NDArray[np.float64], q: float
+) -> NDArray[np.float64]:
+    """[W], given what lies in each upper half [W, 2^16]."""
+    width, wanted = len(upper), q - _SLACK
+    before = np.cumsum(upper, axis=1)
+    chosen = np.array([np.searchsorted(before[d], wanted) for d in range(width)])
+    below = before[np.arange(width), chosen] - upper[np.arange(width), chosen]
+    lower = np.zeros((width, _HALF))
+    for share, piece in _pieces(sources, shares):
+        keys = _ordered(piece)
+        for d in range(width):
+            inside = keys[keys[:, d] >> 16 == chosen[d], d] & (_HALF - 1)
+            lower[d] += share * np.bincount(inside, minlength=_HALF)
+    within = np.cumsum(lower, axis=1) + below[:, None]
+    found = np.array([np.searchsorted(within[d], wanted) for d in range(width)])
+    found = np.minimum(found, [np.flatnonzero(lower[d])[-1] for d in range(width)])
+    return _number(((chosen << 16) + found).astype(np.uint32)).astype(np.float64)

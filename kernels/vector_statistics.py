@@ -1,7 +1,7 @@
 """Statistics of vectors that are read piece by piece, from one source or several that are mixed by weight.
 
-All are exact up to the rounding of sums, whatever outliers there are: the bits of a float32, read as an integer, order as
-the numbers do, so a quantile is found by counting their upper and then their lower halves. Memory does not depend on
+All are exact up to the rounding of sums, whatever outliers there are: the bits of a float32, read as an integer, order
+as the numbers do, so a quantile is found by counting their upper and then their lower halves. Memory does not depend on
 how many vectors there are.
 """
 

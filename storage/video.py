@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -210,20 +210,24 @@ class VideoReader:
             DataFault: it cannot be opened, or holds no video.
         """
         self.path = Path(path)
-        try:
-            self._container: Any = av.open(str(path))
-            if not self._container.streams.video:
-                raise DataFault(refusal(f"video {self.path.name}", "no video stream", "one", "copy it anew"))
-            self._stream = self._container.streams.video[0]
-            self._stream.codec_context.thread_count = 1
-            packets = [(p.pts, p.is_keyframe) for p in self._container.demux(self._stream) if p.pts is not None]
-        except (av.error.FFmpegError, OSError) as error:
-            raise DataFault(f"video {self.path.name}: it cannot be read ({error}); copy it anew") from error
-        packets.sort()
-        self._pts = np.array([pts for pts, _ in packets], np.int64)  # of each frame, in order of presentation
-        keys = np.array([i for i, (_, key) in enumerate(packets) if key], np.int64)
-        # Frame from which decoding has to begin, for each frame.
-        self._begin = keys[np.maximum(np.searchsorted(keys, np.arange(len(packets)), side="right") - 1, 0)]
+        with ExitStack() as opened:  # what fails in here leaves no file open
+            try:
+                self._container: Any = opened.enter_context(av.open(str(path)))
+                if not self._container.streams.video:
+                    raise DataFault(refusal(f"video {self.path.name}", "no video stream", "one", "copy it anew"))
+                self._stream = self._container.streams.video[0]
+                self._stream.codec_context.thread_count = 1
+                packets = [(p.pts, p.is_keyframe) for p in self._container.demux(self._stream) if p.pts is not None]
+            except (av.error.FFmpegError, OSError) as error:
+                raise DataFault(f"video {self.path.name}: it cannot be read ({error}); copy it anew") from error
+            packets.sort()
+            self._pts = np.array([pts for pts, _ in packets], np.int64)  # of each frame, in order of presentation
+            keys = np.array([i for i, (_, key) in enumerate(packets) if key], np.int64)
+            if not len(keys):
+                raise DataFault(refusal(f"video {self.path.name}", "no keyframe", "one or more", "copy it anew"))
+            # Frame from which decoding has to begin, for each frame.
+            self._begin = keys[np.maximum(np.searchsorted(keys, np.arange(len(packets)), side="right") - 1, 0)]
+            opened.pop_all()
         self._decoder: Any = None
         self._next = -1  # index of the frame that the decoder gives next
 

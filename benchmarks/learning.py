@@ -199,6 +199,7 @@ def _data(learner: Learner) -> tuple[str, str, int]:
     """Dataset that its supervised workload learns from, the environment it is collected in, and its episodes."""
     first = first_workload(learner)
     assert first.data is not None
+    assert first.data.dataset is not None  # the preset's
     evaluation = presets.workload(learner.curve.preset).evaluation
     assert evaluation is not None
     return first.data.dataset, evaluation.environment, learner.curve.demonstrations

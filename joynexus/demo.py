@@ -177,6 +177,7 @@ async def _collect(home: Home, api: PrefectApi, tenants: Sequence[DemoTenant], c
     for tenant in tenants:
         if tenant.workload.data is None:
             continue
+        assert tenant.workload.data.dataset is not None  # the preset's
         request = CollectRequest(dataset=tenant.workload.data.dataset, environment=tenant.environment)
         if (home.datasets / request.dataset).exists():
             # Only in an installation that the user named: what lies there may be theirs.

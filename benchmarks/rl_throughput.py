@@ -40,6 +40,7 @@ from benchmarks.timing import interval
 from configs import presets
 from configs.algorithm import PpoSpec
 from configs.workload import WorkloadSpec
+from services.scheduler_records import TERMINAL
 from tasks.connection import Platform, platform_connection
 from tasks.jobs import reserve, rollout
 from tasks.tenants import OpenedTenant, kept_policy, open_tenant
@@ -122,8 +123,9 @@ async def _turn(
     scheduler = await platform.scheduler()
     made = await asyncio.gather(*(_iterate(platform, tenant, count) for tenant in tenants))
     jobs = [job for of_tenant in made for job in of_tenant]
-    while await scheduler.unfinished(jobs):
-        await asyncio.sleep(0.02)
+    for job in jobs:
+        while (await scheduler.wait_ended(job, timeout_s=_WAIT_S))["state"] not in TERMINAL:
+            pass
     stories = [await scheduler.story(job) for job in jobs]
     moments = [move["timestamp"] for story in stories for move in story]
     steps = sum(count * tenant.backend.sample_count for tenant in tenants)

@@ -77,7 +77,11 @@ class MixedDatasetSpec(_WithColumns):
 
     dataset: str = Field(min_length=1, description=_DATASET)
     weight: float = Field(
-        default=1.0, gt=0, description="Its share of the samples, against the others'; their scale makes no difference."
+        default=1.0,
+        gt=0,
+        le=1e6,
+        strict=True,
+        description="Its share of the samples, against the others'; their scale makes no difference.",
     )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, model_validator
 
 from configs.environment import LARGEST_CAMERA
 from configs.spec import Name, Spec
 
 Scaling = Literal["mean_std", "quantiles", "min_max"]
+Dimension = Annotated[int, Field(strict=True, ge=0)]
 
 
 class PictureSize(Spec):
@@ -31,18 +32,18 @@ class TransformsSpec(Spec):
         description="How states and actions are normalised: to mean 0 and deviation 1; or q01 to q99, or least to "
         "greatest value, to -1 to 1 (nothing is clipped).",
     )
-    exempt_state: tuple[NonNegativeInt, ...] = Field(
+    exempt_state: tuple[Dimension, ...] = Field(
         default=(), description="Dimensions of the state that are left as they are."
     )
-    exempt_action: tuple[NonNegativeInt, ...] = Field(
+    exempt_action: tuple[Dimension, ...] = Field(
         default=(), description="Dimensions of the action that are left as they are, a gripper's for instance."
     )
-    delta_action: tuple[NonNegativeInt, ...] = Field(
+    delta_action: tuple[Dimension, ...] = Field(
         default=(),
         description="Dimensions of the action that the policy gives as differences to the state in which the chunk "
         "begins, while datasets and environments have them absolute; a gripper's are left out.",
     )
-    delta_state: tuple[NonNegativeInt, ...] | None = Field(
+    delta_state: tuple[Dimension, ...] | None = Field(
         default=None, description="The state's dimension for each of delta_action; None: the same numbers."
     )
 

@@ -17,6 +17,7 @@ from configs.environment import StatisticsSpec
 from configs.errors import DataFault, refusal
 
 _HALF = 1 << 16
+_AT_ONCE = 32  # dimensions, whose counts take 50 MB
 _SLACK = 1e-12  # of a share, so that the rounding of sums does not move a quantile to the next vector
 
 
@@ -26,7 +27,7 @@ class Vectors:
 
     Attributes:
         name: for messages.
-        pieces: gives all its vectors, float32 [n, W] at a time; asked three times.
+        pieces: gives all its vectors, float32 [n, W] at a time; asked again for each count.
         weight: its share of what is learned from, against the others'.
     """
 
@@ -47,33 +48,48 @@ def statistics_of(sources: Sequence[Vectors]) -> StatisticsSpec:
     high = np.max([high for _, _, high in extents], axis=0)
     total = sum(source.weight for source in sources)
     shares = [source.weight / total / count for source, (count, _, _) in zip(sources, extents, strict=True)]
+    found: dict[str, list[float]] = {"min": low.tolist(), "max": high.tolist()}
+    for start in range(0, len(low), _AT_ONCE):
+        block = slice(start, min(start + _AT_ONCE, len(low)))
+        for name, values in _of_block(sources, shares, low[block], high[block], block).items():
+            found.setdefault(name, []).extend(values.tolist())
+    return StatisticsSpec.model_validate(found)
+
+
+def _of_block(
+    sources: Sequence[Vectors],
+    shares: Sequence[float],
+    low: NDArray[np.float64],
+    high: NDArray[np.float64],
+    block: slice,
+) -> dict[str, NDArray[np.float64]]:
+    """{"mean", "std", "q01", "q99"} of some of the dimensions."""
     middle, width = (low + high) / 2, len(low)
     first, second, upper = np.zeros(width), np.zeros(width), np.zeros((width, _HALF))
-    for share, piece in _pieces(sources, shares):
+    for share, piece in _pieces(sources, shares, block):
         away = piece.astype(np.float64) - middle  # about the middle, so that squares lose nothing to a far mean
         first += share * away.sum(axis=0)
         second += share * (away**2).sum(axis=0)
         keys = _ordered(piece) >> 16
         for d in range(width):
             upper[d] += share * np.bincount(keys[:, d], minlength=_HALF)
-    q01, q99 = (_quantile(sources, shares, upper, q) for q in (0.01, 0.99))
     constant = low == high
     deviation = np.sqrt(np.maximum(second - first**2, 0.0))
-    return StatisticsSpec(
-        mean=tuple(np.where(constant, low, middle + first).tolist()),
-        std=tuple(np.where(constant, 0.0, deviation).tolist()),
-        min=tuple(low.tolist()),
-        max=tuple(high.tolist()),
-        q01=tuple(q01.tolist()),
-        q99=tuple(q99.tolist()),
-    )
+    return {
+        "mean": np.where(constant, low, middle + first),
+        "std": np.where(constant, 0.0, deviation),
+        "q01": _quantile(sources, shares, block, upper, 0.01),
+        "q99": _quantile(sources, shares, block, upper, 0.99),
+    }
 
 
-def _pieces(sources: Sequence[Vectors], shares: Sequence[float]) -> Iterable[tuple[float, NDArray[np.float32]]]:
-    """Every piece with the share of one of its vectors."""
+def _pieces(
+    sources: Sequence[Vectors], shares: Sequence[float], block: slice
+) -> Iterable[tuple[float, NDArray[np.float32]]]:
+    """Some dimensions of every piece, with the share of one of its vectors."""
     for source, share in zip(sources, shares, strict=True):
         for piece in source.pieces():
-            yield share, piece
+            yield share, piece[:, block]
 
 
 def _extent(source: Vectors) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
@@ -103,7 +119,7 @@ def _number(key: NDArray[np.uint32]) -> NDArray[np.float32]:
 
 
 def _quantile(
-    sources: Sequence[Vectors], shares: Sequence[float], upper: NDArray[np.float64], q: float
+    sources: Sequence[Vectors], shares: Sequence[float], block: slice, upper: NDArray[np.float64], q: float
 ) -> NDArray[np.float64]:
     """[W], given what lies in each upper half [W, 2^16]."""
     width, wanted = len(upper), q - _SLACK
@@ -111,7 +127,7 @@ def _quantile(
     chosen = np.array([np.searchsorted(before[d], wanted) for d in range(width)])
     below = before[np.arange(width), chosen] - upper[np.arange(width), chosen]
     lower = np.zeros((width, _HALF))
-    for share, piece in _pieces(sources, shares):
+    for share, piece in _pieces(sources, shares, block):
         keys = _ordered(piece)
         for d in range(width):
             inside = keys[keys[:, d] >> 16 == chosen[d], d] & (_HALF - 1)

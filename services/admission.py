@@ -9,7 +9,7 @@ transformers; a prompt too long fails the first request or job that has it, with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from kernels.peft_adapters import adapter_shapes, fitted
 from services import environment_installs
 from services.admission_of_data import dataset_path, declared_columns, open_sources
 from services.admission_of_rl import faults_of_data, faults_of_module
-from services.admission_of_transforms import faults_of_transforms, sized
+from services.admission_of_transforms import faults_of_statistics, faults_of_transforms, sized
 from services.environments import renderer
 from services.training_statistics import training_statistics
 from storage.dataset_names import refuse_existing
@@ -65,6 +65,8 @@ class TrainingInterface:
     """What a workload's policy sees and does where it is trained.
 
     Attributes:
+        widths: of {"state", "action"}.
+        statistics: of the state, and of the action as the policy is to give it. Those of datasets may take a while.
         source: where this was read, in words for messages.
         turned_cameras: those whose pictures were turned, sorted; None where a dataset does not say so.
         environment: of rollouts; None for a dataset.
@@ -72,8 +74,8 @@ class TrainingInterface:
     """
 
     cameras: tuple[CameraSpec, ...]
-    state: StatisticsSpec
-    action: StatisticsSpec
+    widths: Mapping[str, int]
+    statistics: Callable[[], tuple[StatisticsSpec, StatisticsSpec]]
     source: str
     turned_cameras: tuple[str, ...] | None = None
     environment: EnvironmentSpec | None = None
@@ -89,22 +91,20 @@ def training_interface(workload: WorkloadSpec, home: Home) -> TrainingInterface:
     if workload.environment is not None:
         env = presets.environment(workload.environment)
         turned = tuple(sorted(env.turned_cameras))
-        return TrainingInterface(env.cameras, env.state, env.action, f"environment {env.name!r}", turned, env)
+        widths = {"state": env.state_width, "action": env.action_width}
+        known = (env.state, env.action)
+        return TrainingInterface(env.cameras, widths, lambda: known, f"environment {env.name!r}", turned, env)
     assert workload.data is not None  # WorkloadSpec's own rule
     sources = open_sources(workload, home)
     dataset = sources[0].dataset
     names = " and ".join(repr(d.dataset) for d in workload.data.datasets)
-    try:
-        state, action = training_statistics(sources, workload.transforms, workload.action_module.horizon)
-    except DataFault as error:
-        raise SpecError(f"data: {error}") from None
-    known = [source.dataset.turned_cameras for source in sources if source.dataset.turned_cameras is not None]
+    turns = [source.dataset.turned_cameras for source in sources if source.dataset.turned_cameras is not None]
     return TrainingInterface(
         tuple(CameraSpec(name=n, height=h, width=w) for n, (h, w) in sorted(dataset.cameras.items())),
-        state,
-        action,
+        {"state": dataset.state_width, "action": dataset.action_width},
+        partial(training_statistics, sources, workload.transforms, workload.action_module.horizon),
         f"dataset {names}",
-        known[0] if known else None,
+        turns[0] if turns else None,
         rewards=all(source.dataset.reward is not None for source in sources),
     )
 
@@ -124,7 +124,9 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         evaluated_in = faults.kept(lambda: presets.environment(name, "evaluation.environment"))
     if training is not None:
         _check_widths(faults, workload, training)
-        for fault in faults_of_transforms(workload, training.cameras, training.state, training.action, training.source):
+        for fault in faults_of_transforms(workload, training.cameras, training.widths, training.source):
+            faults.add(*fault)
+        for fault in [] if training.environment is None else faults_of_statistics(workload, training.environment):
             faults.add(*fault)
         _check_job_bytes(faults, workload, training, base, cluster)
         if training.environment is not None:
@@ -150,6 +152,10 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
     faults.raise_if_any(workload.tenant.name)
     assert base is not None  # else there was a fault
     assert training is not None
+    try:
+        state, action = training.statistics()
+    except DataFault as error:
+        raise SpecError(f"{workload.tenant.name}: data: {error}") from None
     environment, algorithm = training.environment, workload.algorithm
     seen_in = environment or evaluated_in
     light = seen_in is not None and seen_in.light_visuals
@@ -166,8 +172,8 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
             cameras=cameras,
             turned_cameras=turned,
             instruction=environment.instruction if environment else None,
-            state=training.state,
-            action=training.action,
+            state=state,
+            action=action,
             transforms=workload.transforms,
             seed=algorithm.seed,
             schema_signature=schema_signature(
@@ -255,12 +261,10 @@ def _check_reuse(faults: _Faults, workload: WorkloadSpec) -> None:
 
 def _check_widths(faults: _Faults, workload: WorkloadSpec, training: TrainingInterface) -> None:
     module = workload.action_module
-    for field, given, stats in (
-        ("action_module.state_width", module.state_width, training.state),
-        ("action_module.action_width", module.action_width, training.action),
-    ):
-        if given != len(stats.mean):
-            faults.add(field, given, f"{len(stats.mean)} (of {training.source})", "declare that width")
+    for role, given in (("state", module.state_width), ("action", module.action_width)):
+        if given != training.widths[role]:
+            possible = f"{training.widths[role]} (of {training.source})"
+            faults.add(f"action_module.{role}_width", given, possible, "declare that width")
 
 
 def _check_job_bytes(

@@ -13,6 +13,7 @@ from configs.transforms import TransformsSpec
 from configs.workload import WorkloadSpec
 from storage.demonstration_stream import Source
 from storage.demonstrations import LeRobotDataset
+from storage.sample_order import Mixture
 
 
 def dataset_path(dataset: str, home: Home) -> Path:
@@ -45,6 +46,10 @@ def open_sources(workload: WorkloadSpec, home: Home) -> list[Source]:
         except SpecError as error:
             faults.append(str(error))
     faults += [fault for source in found[1:] for fault in _differences(source.dataset, found[0].dataset)]
+    try:
+        Mixture(tuple(declared.weight for declared in workload.data.datasets), workload.algorithm.seed).shares()
+    except SpecError as error:
+        faults.append(f"data.mixture: {error}")
     if faults:
         raise SpecError("; ".join(faults))
     return found
@@ -87,7 +92,13 @@ def open_dataset(
     if not Path(dataset).is_absolute() and (len(Path(dataset).parts) != 1 or dataset in ("..", ".")):
         raise SpecError(refusal("data.dataset", dataset, "a dataset's name or an absolute path", "use one of them"))
     path = dataset_path(dataset, home)
-    if not (path / "meta" / "info.json").is_file():
+    try:
+        there = (path / "meta" / "info.json").is_file()
+    except OSError as error:
+        raise SpecError(
+            refusal("data.dataset", dataset, "a folder that can be read", f"correct it ({error})")
+        ) from None
+    if not there:
         known = sorted(p.name for p in home.datasets.glob("*") if (p / "meta" / "info.json").is_file())
         raise SpecError(
             refusal(

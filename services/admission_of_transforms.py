@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from configs.environment import CameraSpec, StatisticsSpec
+from configs.environment import CameraSpec, EnvironmentSpec
 from configs.transforms import TransformsSpec
 from configs.workload import WorkloadSpec
 
@@ -21,22 +21,20 @@ def sized(cameras: Sequence[CameraSpec], transforms: TransformsSpec) -> tuple[Ca
 
 
 def faults_of_transforms(
-    workload: WorkloadSpec, cameras: Sequence[CameraSpec], state: StatisticsSpec, action: StatisticsSpec, source: str
+    workload: WorkloadSpec, cameras: Sequence[CameraSpec], widths: Mapping[str, int], source: str
 ) -> Iterator[Fault]:
-    """What is wrong with the transforms.
+    """Cameras and dimensions that are not there.
 
     Args:
-        workload: that declares them.
+        workload: that declares the transforms.
         cameras: of what it learns from.
-        state: statistics of its state.
-        action: of its action.
-        source: where these come from, in words.
+        widths: {"state", "action"} of that.
+        source: what it is, in words.
     """
     transforms = workload.transforms
     names = [camera.name for camera in cameras]
     for name in sorted(set(transforms.cameras) - set(names)):
         yield "transforms.cameras", name, f"{', '.join(names)} (of {source})", "bind cameras by name"
-    widths = {"state": len(state.mean), "action": len(action.mean)}
     for field, role, given in (
         ("exempt_state", "state", transforms.exempt_state),
         ("exempt_action", "action", transforms.exempt_action),
@@ -47,9 +45,17 @@ def faults_of_transforms(
         if outside:
             possible = f"0 … {widths[role] - 1}, dimensions of the {role} of {source}"
             yield f"transforms.{field}", outside, possible, "name such"
-    if not workload.algorithm.collects or workload.start == "continue":
-        return  # statistics of datasets have all that is asked for; a slot that is there keeps those it was made with
-    for role, statistics in (("state", state), ("action", action)):
+
+
+def faults_of_statistics(workload: WorkloadSpec, environment: EnvironmentSpec) -> Iterator[Fault]:
+    """What an environment's preset does not say of the states and actions in it.
+
+    A slot that is there keeps the statistics that it was made with.
+    """
+    if workload.start == "continue":
+        return
+    transforms, source = workload.transforms, f"environment {environment.name!r}"
+    for role, statistics in (("state", environment.state), ("action", environment.action)):
         if lacking := [name for name in transforms.statistics if getattr(statistics, name) is None]:
             wanted = f"one for which {source} has statistics"
             remedy = f"add {role}.{' and '.join(lacking)} to its preset, or choose mean_std"

@@ -29,6 +29,12 @@ class Interface:
         self.action = Normaliser.from_statistics(config.action, transforms.exempt_action, transforms.scaling)
         self.cameras = [camera.name for camera in config.cameras]
         self._delta = transforms.delta_action, transforms.delta_from
+        for field, given, width in (
+            ("delta_action", transforms.delta_action, self.action.width),
+            ("delta_state", transforms.delta_from, self.state.width),
+        ):
+            if any(d >= width for d in given):
+                raise TenantFault(refusal(f"transforms.{field}", list(given), f"0 … {width - 1}", "correct the policy"))
 
     def proprioception(self, raw: np.ndarray) -> np.ndarray:
         """Normalised proprioception, float32 [B, S].

@@ -49,8 +49,7 @@ def schema_signature(
     Without turned cameras and transforms it is the one from before they could be declared.
     """
     turned: dict[str, object] = {"turned_cameras": sorted(turned_cameras)} if turned_cameras else {}
-    # Sizes are the cameras' own.
-    declared = (transforms or TransformsSpec()).model_dump(mode="json", exclude={"cameras"}, exclude_defaults=True)
+    declared = (transforms or TransformsSpec()).model_dump(mode="json", exclude_defaults=True)
     turned |= {"transforms": declared} if declared else {}
     return digest(
         {

@@ -44,7 +44,7 @@ async def produce_rollouts(platform: Platform, tenant: OpenedTenant, flow_run_id
     scheduler, inference = await platform.scheduler(), await platform.inference()
     version = await inference.current_version(tenant.name)
     delayed = None if backend.rollout_delay is None else DelayedVersions(backend.rollout_delay, version)
-    number = faults = 0
+    number, faults = tenant.first_number, 0
     while True:
         if delayed is not None:  # before admission: a turn that is not used at once is lost
             version = await delayed.next(platform)

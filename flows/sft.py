@@ -30,7 +30,7 @@ async def produce_demonstrations(platform: Platform, tenant: OpenedTenant, flow_
     backend = tenant.backend
     with await asyncio.to_thread(demonstrations, backend) as stream:
         scheduler = await platform.scheduler()
-        number = 0
+        number = tenant.first_number
         while True:
             reply = await reserve(
                 scheduler, tenant, number, request_id=f"{flow_run_id}-{number}", flow_run_id=flow_run_id

@@ -24,6 +24,7 @@ from configs.backend import BackendConfig, PolicyConfig
 from configs.environment import EnvironmentSpec
 from configs.errors import EnvironmentFault, JoyNexusError, SpecError, UnknownObject, refusal
 from services import lookup
+from services.admission_of_transforms import sized
 from services.environment_client import SessionClient
 from services.environment_lease import renewed_session
 from services.films import Films, film
@@ -157,7 +158,7 @@ class EnvironmentLoops:
                 episodes are too large to be recorded side by side, or there is a dataset of that name.
             Conflict: another one is writing it.
         """
-        _check_turned(spec, config)
+        _check_pictures(spec, config)
         seeds = range(first_seed, first_seed + episodes)
         films = Films(num_envs, spec.cameras) if filmed and not blanked else None
         watchers: list[Watcher] = [] if films is None else [films]
@@ -271,17 +272,26 @@ async def kept_films(run: str, stem: str, films: Mapping[str, tuple[int, bytes]]
     return kept
 
 
-def _check_turned(spec: EnvironmentSpec, config: PolicyConfig) -> None:
-    """Cameras are bound by name, and names do not say which way up their pictures are.
+def _check_pictures(spec: EnvironmentSpec, config: PolicyConfig) -> None:
+    """Cameras are bound by name, and names do not say which way up their pictures are, nor how large.
 
     Raises:
-        SpecError: if the environment turns other cameras than the policy learned with.
+        SpecError: if the environment turns other cameras than the policy learned with, or shows other sizes than it
+            learned from and no resize is declared.
     """
     learned = config.turned_cameras
     if learned is not None and set(spec.turned_cameras) != set(learned):
         shown, wanted = (", ".join(sorted(names)) or "none" for names in (spec.turned_cameras, learned))
         possible = f"turned cameras {wanted}, as {config.tenant!r} learned with"
         raise SpecError(refusal("environment", f"{spec.name} (turned cameras {shown})", possible, "choose another one"))
+    seen, known = (
+        {c.name: f"{c.height} × {c.width}" for c in cameras}
+        for cameras in (sized(spec.cameras, config.transforms), config.cameras)
+    )
+    if seen != known:
+        possible = f"{known}, as {config.tenant!r} learned from"
+        remedy = "choose another one, or declare transforms.cameras where it is trained"
+        raise SpecError(refusal("environment", f"{spec.name} (cameras {seen})", possible, remedy))
 
 
 async def _nothing() -> dict[str, np.ndarray]:

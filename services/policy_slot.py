@@ -54,6 +54,7 @@ class PolicySlot:
         optimizers: {policy_key: optimizer}; SFT and RL of one tenant share the module and its version.
         generator: shuffles microbatches.
         references: {policy_key: the policy that the workload began with}, where its loss holds the policy near that.
+        next_numbers: {policy_key: number of the batch or rollout after those trained on}; who continues begins there.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -63,6 +64,7 @@ class PolicySlot:
         self.optimizers: dict[str, Optimizer] = {}
         self.generator = torch.Generator().manual_seed(config.seed)
         self.references: dict[str, ActionModule] = {}
+        self.next_numbers: dict[str, int] = {}
         self._interface = Interface(config)
 
     @property
@@ -109,6 +111,7 @@ class PolicySlot:
         other.module, other.optimizers = copy.deepcopy((self.module, self.optimizers))
         other.generator = torch.Generator()
         other.generator.set_state(self.generator.get_state())
+        other.next_numbers = dict(self.next_numbers)
         return other
 
     def trained(
@@ -346,6 +349,7 @@ class PolicySlot:
             raise Conflict(refusal(where, found[:12], wanted[:12], "restore it into the interface it was trained with"))
         slot = cls(PolicyConfig.model_validate(checkpoint.manifest["policy"]))
         slot.version = int(checkpoint.version)
+        slot.next_numbers[backend.policy_key] = int(checkpoint.manifest.get("next_number", 0))  # absent in older ones
         action_modules.load_parameters(slot.module, checkpoint.params)
         slot.ensure_optimizer(backend.policy_key, backend.algorithm)
         if checkpoint.optimizer is not None:

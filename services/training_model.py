@@ -110,7 +110,8 @@ class TrainingModelService:
             fresh: start from new weights at version 0 instead of those the slot has.
 
         Returns:
-            {"version", "bytes", "copy_bytes", "policy"}: of the slot, and of what a job is trained on; "policy" is the
+            {"version", "bytes", "copy_bytes", "next_number", "policy"}: of the slot, and of what a job is trained on;
+            "next_number" of the batch or rollout that comes next in the workload's order; "policy" is the
             `PolicyConfig` that the slot has. One that is joined keeps its own, with the statistics that its weights
             were learned under, whatever data or environment this workload has.
 
@@ -152,6 +153,7 @@ class TrainingModelService:
                 "version": slot.version,
                 "bytes": slot.num_bytes,
                 "copy_bytes": slot.copy_bytes,
+                "next_number": slot.next_numbers.get(backend.policy_key, 0),
                 "policy": slot.config.model_dump(mode="json"),
             }
 
@@ -221,6 +223,10 @@ class TrainingModelService:
     ) -> None:
         """Write the checkpoint, then let the trained copy take the slot's place; without a step there is neither."""
         result["nothing_to_learn"] = result["optimizer_steps"] == 0
+        numbered = [job["metadata"][name] for name in ("rollout", "batch") if name in job["metadata"]]
+        for slot in (trained, self._slot(backend.policy.tenant)):  # the latter stays where there was no step
+            known = slot.next_numbers.get(backend.policy_key, 0)
+            slot.next_numbers[backend.policy_key] = max([known, *(int(number) + 1 for number in numbered)])
         trained_jobs = self._jobs_trained.get(backend.policy_key, 0) + 1
         if trained_jobs % backend.outputs.checkpoint_every_jobs == 0 and not result["nothing_to_learn"]:
             folder = self._folders[job["policy_key"]]
@@ -447,6 +453,7 @@ class TrainingModelService:
             "policy_version": slot.version,
             "job_id": job_id,
             "schema_signature": backend.policy.schema_signature,
+            "next_number": slot.next_numbers.get(backend.policy_key, 0),
             "policy": backend.policy.model_dump(mode="json"),
         }
 

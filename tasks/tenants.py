@@ -30,11 +30,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedTenant:
-    """A tenant whose workload runs: its configuration, output folder and MLflow run."""
+    """A tenant whose workload runs: its configuration, output folder and MLflow run.
+
+    Attributes:
+        first_number: of its batches or rollouts; one that continues goes on in the order of its samples or seeds.
+    """
 
     backend: BackendConfig
     folder: Path
     mlflow_run: str
+    first_number: int = 0
 
     @property
     def name(self) -> str:
@@ -110,7 +115,7 @@ async def open_tenant(platform: Platform, workload: WorkloadSpec, run_id: str) -
     except BaseException:
         await scheduler.close_policy(backend.policy_key, "the workload could not be opened", run_id)
         raise
-    return OpenedTenant(backend, folder, run)
+    return OpenedTenant(backend, folder, run, slot["next_number"])
 
 
 async def _refuse_fresh_beside_another(scheduler: Service, workload: WorkloadSpec, policy_key: str) -> None:

@@ -19,7 +19,7 @@ from configs.model import LoraTarget
 from configs.requests import CollectRequest
 from configs.spec import parse
 from configs.transforms import TransformsSpec
-from configs.workload import WorkloadSpec
+from configs.workload import EvaluationSpec, WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, exported
 from services.admission import admit, admit_all
 from services.environments import renderer
@@ -518,8 +518,8 @@ def test_columns_of_a_dataset_are_bound_by_preset_or_as_declared(tmp_path: Path)
     path, home = published(tmp_path / "data"), Home(tmp_path)
     config = admit(supervised({"dataset": path, "preset": "libero"}), home, LAPTOP)
     assert [(c.name, c.height, c.width) for c in config.policy.cameras] == [
-        ("image", 64, 64),
-        ("wrist_image", 32, 64),
+        ("agentview", 64, 64),
+        ("wrist", 32, 64),
     ]
     assert [d.columns for d in config.datasets] == [presets.columns("libero")]
     own = {"cameras": {"eye": {"key": "observation.images.image2", "height": 48, "width": 48}}}
@@ -607,17 +607,17 @@ def test_several_datasets_are_one_interface_with_statistics_by_weight(tmp_path: 
 
 
 def test_datasets_that_show_or_do_something_else_are_not_mixed(tmp_path: Path) -> None:
-    small = {"image": {"key": "observation.images.image", "height": 8, "width": 8}}
+    small = {"agentview": {"key": "observation.images.image", "height": 8, "width": 8}}
     data = mixture(tmp_path, preset=None, columns={"cameras": small})
     (fault,) = refused(supervised(data), tmp_path)
-    assert fault.startswith("data.mixture: dataset two, cameras: got {'image': (8, 8)}; possible: {'image': (64, 64), ")
+    assert fault.startswith(
+        "data.mixture: dataset two, cameras: got {'agentview': (8, 8)}; possible: {'agentview': (64, 64), "
+    )
     (fault,) = refused(supervised(mixture(tmp_path / "b", dataset=str(tmp_path / "three"))), tmp_path)
     assert fault.startswith("data.dataset: got ")
-    one_size = {"cameras": {"image": {"height": 8, "width": 8}, "wrist_image": {"height": 8, "width": 8}}}
-    wanted = [("image", 8, 8), ("wrist_image", 8, 8)]
-    two = {
-        "cameras": {"image": {"key": "observation.images.image"}, "wrist_image": {"key": "observation.images.image2"}}
-    }
+    one_size = {"cameras": {"agentview": {"height": 8, "width": 8}, "wrist": {"height": 8, "width": 8}}}
+    wanted = [("agentview", 8, 8), ("wrist", 8, 8)]
+    two = {"cameras": {"agentview": {"key": "observation.images.image"}, "wrist": {"key": "observation.images.image2"}}}
     spec = supervised(mixture(tmp_path / "c", preset=None, columns=two)).model_copy(
         update={"transforms": TransformsSpec.model_validate(one_size)}
     )
@@ -679,3 +679,22 @@ def test_transforms_that_do_not_fit_are_refused_at_once(tmp_path: Path) -> None:
     ]
     goes_on = {"delta_action": [0], "scaling": "quantiles"}
     admit(workload(transforms=goes_on, start="continue"), Home(tmp_path), LAPTOP)
+
+
+def test_published_libero_is_evaluated_in_libero_under_one_declared_size(tmp_path: Path) -> None:
+    """The presets of datasets and of environments call cameras alike; recorded pictures are a quarter as large here."""
+    one_size = {"cameras": {name: {"height": 64, "width": 64} for name in ("agentview", "wrist")}}
+    for columns in ("libero", None):
+        data = {"dataset": published(tmp_path / str(columns)), "preset": columns}
+        spec = supervised(data).model_copy(
+            update={
+                "evaluation": EvaluationSpec(environment="libero-object", episodes=2, first_seed=30_000),
+                "transforms": TransformsSpec.model_validate(one_size if columns else {}),
+            }
+        )
+        try:
+            admit(spec, Home(tmp_path), LAPTOP)
+            faults = ""
+        except SpecError as error:  # where LIBERO is not installed it says so
+            faults = str(error)
+        assert ("cameras" in faults) == (columns is None), faults

@@ -155,7 +155,7 @@ def test_every_preset_fits_what_was_published() -> None:
 
 
 def test_a_preset_refuses_a_dataset_of_another_kind() -> None:
-    with pytest.raises(SpecError, match=r"data.columns.cameras.wrist_image.key: got 'observation.images.image2'"):
+    with pytest.raises(SpecError, match=r"data.columns.cameras.wrist.key: got 'observation.images.image2'"):
         bound(PUBLISHED["calvin"], presets.columns("libero"), "d")
 
 

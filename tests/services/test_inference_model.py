@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from configs import presets
+from configs.environment import CameraSpec
 from configs.errors import AdmissionRefused, Conflict, SpecError, TenantFault, UnknownObject
+from configs.transforms import TransformsSpec
 from kernels import action_modules, tiny_qwen3_vl
 from services.inference_model import InferenceModelService
 from tests.services.policies import BASE, BASES, SMALL, observation, policy
@@ -387,5 +389,30 @@ def test_an_evaluation_on_pictures_turned_otherwise_is_refused(
         await service.evaluate("a", environment, episodes=1, first_seed=40_000, num_envs=1, hosts=1, run_id="r")
 
     with pytest.raises(Exception, match="." if fits else "environment: got 'reach") as caught:
+        run(main())
+    assert isinstance(caught.value, SpecError) != fits, caught.value
+
+
+@pytest.mark.parametrize(
+    ("size", "declared", "fits"), [(BASE.image_height, None, True), (96, None, False), (96, BASE.image_height, True)]
+)
+def test_an_evaluation_on_pictures_of_another_size_is_refused_unless_a_size_is_declared(
+    make: Callable[..., InferenceModelService], size: int, declared: int | None, fits: bool
+) -> None:
+    sizes = {} if declared is None else {"cameras": {"top": {"height": declared, "width": declared}}}
+    config = policy("a").model_copy(update={"transforms": TransformsSpec.model_validate(sizes)})
+    shown = presets.environment("reach").model_copy(
+        update={"cameras": (CameraSpec(name="top", height=size, width=size),)}
+    )
+
+    async def main() -> None:
+        service = make()
+        await open_tenants(service, config)
+        environment = shown.model_dump(mode="json")
+        await service.evaluate("a", environment, episodes=1, first_seed=40_000, num_envs=1, hosts=1, run_id="r")
+
+    with pytest.raises(
+        Exception, match="." if fits else r"environment: got \"reach \(cameras \{'top': '96 × 96'"
+    ) as caught:
         run(main())
     assert isinstance(caught.value, SpecError) != fits, caught.value

@@ -166,6 +166,27 @@ def test_resume_with_optimizer_equals_the_uninterrupted_run(
     asyncio.run(main())
 
 
+def test_who_continues_goes_on_after_the_last_batch_that_was_trained_on(
+    service: TrainingModelService, tmp_path: Path
+) -> None:
+    """Batches 3 and 4, in whichever order they are trained: 5 comes next, also out of a checkpoint; afresh it is 0."""
+
+    async def main() -> None:
+        config = backend("a")
+        assert (await opened(service, tmp_path, config))["next_number"] == 0
+        for number in (4, 3):
+            described = put_demonstrations(partitions(tmp_path), config, number)
+            described["metadata"]["batch"] = number
+            await service.train_job(described)
+        assert (await opened(service, tmp_path, config, fresh=False))["next_number"] == 5
+        assert (await opened(service, tmp_path, config))["next_number"] == 0
+        folder = str(tmp_path / "tenants" / "a" / "sft")
+        await service.restore("a", "a.sft", folder=folder, version=4, with_optimizer=True)
+        assert (await opened(service, tmp_path, config, fresh=False))["next_number"] == 5
+
+    asyncio.run(main())
+
+
 def _samples(tmp_path: Path, described: dict[str, Any], half: int) -> dict[str, Any]:
     """The first or second microbatch of a job's partition."""
     from storage.partitions import PartitionStore

@@ -26,12 +26,13 @@ def training_seed(seed: int, rollout: int, episode: int) -> int:
     """Environment seed of the `episode`-th episode of the `rollout`-th rollout under a workload's `seed`.
 
     Episodes are numbered by environment and order within it, never by who finished first. Those beyond
-    EPISODES_PER_ROLLOUT see the next rollout's initial states; all stay in TRAINING.
+    EPISODES_PER_ROLLOUT see the next rollout's initial states, rollouts beyond ROLLOUTS_PER_SEED (of a policy that is
+    continued again and again) the first ones' once more; all stay in TRAINING.
 
     Raises:
         SpecError: where the number would leave TRAINING.
     """
-    index = (seed * ROLLOUTS_PER_SEED + rollout) * EPISODES_PER_ROLLOUT + episode
+    index = (seed * ROLLOUTS_PER_SEED + rollout % ROLLOUTS_PER_SEED) * EPISODES_PER_ROLLOUT + episode
     if not 0 <= index < len(TRAINING):
         raise SpecError(
             refusal(

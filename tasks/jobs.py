@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -33,6 +34,8 @@ _WAIT_S = 30.0
 _REASON = 2000  # characters of a reason that a descriptor keeps
 KEPT_PICTURE_BYTES = 1 << 30
 """Of pictures that a workload's datasets keep together for later epochs."""
+_DECODING_THREADS = min(os.cpu_count() or 1, 8)
+_BATCHES_AHEAD = 2
 _DELETING = ThreadPoolExecutor(1, thread_name_prefix="deleting")
 
 
@@ -247,6 +250,8 @@ def demonstrations(backend: BackendConfig) -> DemonstrationStream:
         horizon=backend.policy.action_module.horizon,
         seed=algorithm.seed,
         gamma=algorithm.gamma if isinstance(algorithm, AwrSpec) else None,
+        workers=_DECODING_THREADS,
+        ahead=_BATCHES_AHEAD,
     )
 
 

@@ -57,6 +57,8 @@ def test_pictures_are_resized_where_that_is_declared_and_others_are_not() -> Non
     seen = interface(cameras={"top": {"height": 24, "width": 32}})._pictures({"top": pictures, "side": pictures})
     np.testing.assert_array_equal(seen["top"], resized(pictures, (24, 32)))
     assert seen["side"] is pictures
+    listed = interface(cameras={"top": {"height": 24, "width": 32}})._pictures({"top": list(pictures)})
+    np.testing.assert_array_equal(listed["top"], seen["top"])
 
 
 def test_statistics_that_the_scaling_asks_for_are_not_made_up() -> None:

@@ -149,9 +149,8 @@ def test_sft_from_the_form_to_completed(
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
     below(page, "The tenant; one policy slot a tenant.", "textarea").fill("page")
-    below(page, "Name of a dataset of this installation, or absolute path of a LeRobot folder.", "textarea").fill(
-        str(dataset)
-    )
+    named = "Name of a dataset of this installation, or absolute path of a LeRobot folder. None: see mixture."
+    below(page, named, "textarea").fill(str(dataset))
     below(page, "Training jobs in all (the completion target).", "input").fill("2")
     below(page, "Microbatches of one job.", "input").fill("2")
     below(page, "Samples of one optimizer step.", "input").fill("8")

@@ -105,7 +105,7 @@ def test_an_evaluation_that_is_cancelled_closes_its_session(
             assert (await here.ended(run))["state_type"] == "CANCELLED"
             async with asyncio.timeout(60):
                 while await sessions() or any(
-                    loop["tenant"].startswith("adapter-mixed") for loop in (await inference.status())["active"].values()
+                    loop["tenant"].startswith("adapter-mixed") for loop in (await inference.status())["active"]
                 ):
                     await asyncio.sleep(0.1)
 

@@ -12,7 +12,7 @@ from configs.platform import READY_EVENT
 from services import lookup
 from tasks.collection import sweep_interrupted
 from tasks.connection import Platform, platform_connection
-from tasks.jobs import clear_leftovers, sweep_half_written
+from tasks.jobs import clear_leftovers, close_leftover_sessions, sweep_half_written
 from tasks.services import place_service
 
 _WATCH_EVERY_S = 5.0
@@ -59,12 +59,15 @@ async def _clear_leftovers(connection: Platform) -> None:
     try:
         async with asyncio.timeout(_CLEARING_S):
             cleared = await clear_leftovers(connection)
+            closed = await close_leftover_sessions(connection)
     except (ServiceUnavailable, OSError) as error:  # TimeoutError is an OSError
         connection.forget()
         get_run_logger().warning("%s", error)
     else:
         if cleared:
             get_run_logger().info("partitions of ended jobs were cleared: %s", ", ".join(cleared))
+        if closed:
+            get_run_logger().info("sessions of ended jobs were closed: %s", ", ".join(closed))
 
 
 async def _prune(connection: Platform) -> None:

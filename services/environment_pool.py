@@ -187,9 +187,19 @@ class HostPool:
                 hosts.append(host)
             while len(hosts) < count:
                 hosts.append(self._start(key, launch))
-            replies = await asyncio.gather(
-                *(self._configure(h, c) for h, c in zip(hosts, configurations, strict=True)), return_exceptions=True
-            )
+
+            async def configured(place: int) -> dict[str, Any]:
+                try:
+                    return await self._configure(hosts[place], configurations[place])
+                except EnvironmentFault:
+                    if place >= len(warm):
+                        raise
+                # It ended, or stopped to answer, while nobody used it: that is no fault of this session's.
+                self._kill(hosts[place])
+                hosts[place] = self._start(key, launch)
+                return await self._configure(hosts[place], configurations[place])
+
+            replies = await asyncio.gather(*map(configured, range(count)), return_exceptions=True)
             for reply in replies:
                 if isinstance(reply, BaseException):
                     raise reply
@@ -237,15 +247,19 @@ class HostPool:
         if self._reserved + len(self._idle) >= self._max_hosts or self._waiters or len(self._idle) >= self._max_idle:
             return
         self._reserved += 1
-        host = self._start(key, launch)
+        host: HostProcess | None = None
         try:
+            host = self._start(key, launch)
             await self._configure(host, configuration)
-        except JoyNexusError as error:
-            logger.warning("replacement host %d did not start: %s", host.number, error)
-            await self.release(host, healthy=False)
+        except (JoyNexusError, OSError) as error:
+            logger.warning("a replacement host did not start: %s", error)
+            if host is not None:
+                self._kill(host)
+            self._return(1)
             return
         except BaseException:
-            self._kill(host)
+            if host is not None:
+                self._kill(host)
             self._return(1)
             raise
         await self.release(host, healthy=True)

@@ -166,31 +166,23 @@ class EnvironmentService:
         return opened
 
     async def _open(self, request: SessionRequest) -> dict[str, Any]:
-        pool: Any
-        if request.environment.remote is not None:
-            pool, spec, launch = self._remote, request.environment.model_dump(mode="json"), PLAIN
-        else:
-            pool = self._pool
-            # A container engine may take its time to answer.
-            slow = request.environment.own is not None
-            asked = (request.environment, self._home)
-            spec, launch = await asyncio.to_thread(prepared, *asked) if slow else prepared(*asked)
-        # What a tenant's own code keeps from one session to the next is for that tenant alone.
-        own = {} if request.environment.own is None else {"tenant_id": request.tenant_id}
-        key = canonical_json({"spec": spec, "images": request.images, "interpreter": launch.interpreter, **own})
         session_id = f"env-{secrets.token_hex(6)}"
-        edges = [request.num_envs * i // request.hosts for i in range(request.hosts + 1)]
-        parts = list(itertools.pairwise(edges))
-        whose = {"tenant_id": request.tenant_id} if pool is self._remote else {}
-        configurations = [
-            {"spec": spec, "num_envs": stop - start, "images": request.images, **whose}
-            | {"session_token": secrets.token_hex(16)}
-            for start, stop in parts
-        ]
         opening = asyncio.current_task()
         assert opening is not None
-        self._opening[session_id] = request, opening
+        self._opening[session_id] = request, opening  # from here on whoever closes its owner's sessions ends it
         try:
+            pool, spec, launch = await self._prepared(request)
+            # What a tenant's own code keeps from one session to the next is for that tenant alone.
+            own = {} if request.environment.own is None else {"tenant_id": request.tenant_id}
+            key = canonical_json({"spec": spec, "images": request.images, "interpreter": launch.interpreter, **own})
+            edges = [request.num_envs * i // request.hosts for i in range(request.hosts + 1)]
+            parts = list(itertools.pairwise(edges))
+            whose = {"tenant_id": request.tenant_id} if pool is self._remote else {}
+            configurations = [
+                {"spec": spec, "num_envs": stop - start, "images": request.images, **whose}
+                | {"session_token": secrets.token_hex(16)}
+                for start, stop in parts
+            ]
             hosts, replies = await pool.acquire(key, configurations, wait_s=request.wait_s, launch=launch)
         finally:
             del self._opening[session_id]
@@ -215,6 +207,15 @@ class EnvironmentService:
         if self._reaper is None or self._reaper.done():
             self._reaper = asyncio.get_running_loop().create_task(self._reap())
         return opened
+
+    async def _prepared(self, request: SessionRequest) -> tuple[Any, dict[str, Any], Launch]:
+        """Where its hosts come from, what they are configured with, and how they are started."""
+        if request.environment.remote is not None:
+            return self._remote, request.environment.model_dump(mode="json"), PLAIN
+        asked = (request.environment, self._home)
+        # A container engine may take its time to answer.
+        slow = request.environment.own is not None
+        return self._pool, *(await asyncio.to_thread(prepared, *asked) if slow else prepared(*asked))
 
     async def renew(self, session_id: str) -> None:
         """Keep a session for another `lease_s`.
@@ -293,6 +294,7 @@ class EnvironmentService:
             {
                 "session_id": name,
                 "tenant_id": session.request.tenant_id,
+                "owner": session.request.owner,
                 "environment": session.request.environment.name,
                 "num_envs": session.request.num_envs,
                 "state": "open",
@@ -307,6 +309,7 @@ class EnvironmentService:
             {
                 "session_id": name,
                 "tenant_id": request.tenant_id,
+                "owner": request.owner,
                 "environment": request.environment.name,
                 "num_envs": request.num_envs,
                 "state": "opening",

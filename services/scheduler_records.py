@@ -38,6 +38,7 @@ STATES: tuple[str, ...] = (
     DROPPED,
 )
 POLICY_STALE = "policy_stale"  # how the reason begins with which a job older than its bound was dropped
+JOB_ID_PREFIX = "job-"
 TERMINAL: tuple[str, ...] = (COMPLETED, FAILED, DROPPED)  # absorb: no row of TRANSITIONS starts here
 HELD_BACK: tuple[str, ...] = (NEEDS_ACTOR_FORWARD, READY)  # what follows reads or moves the actor
 STAGES: dict[str, str] = {  # {state in which a job waits: state in which a stage worker holds it}

@@ -46,6 +46,7 @@ from services.scheduler_records import (
     DROPPED,
     FAILED,
     HELD,
+    JOB_ID_PREFIX,
     LEASED,
     POLICY_STALE,
     READY,
@@ -191,7 +192,7 @@ class SchedulerState(JobTable):
 
     def _create(self, policy: Policy, event: Reserve, metadata: dict[str, Any], contents_digest: str | None) -> Job:
         spec, created_seq = policy.spec, self._next("created_seq")
-        job_id = f"job-{created_seq:08d}"
+        job_id = f"{JOB_ID_PREFIX}{created_seq:08d}"
         job = Job(
             job_id=job_id,
             created_seq=created_seq,

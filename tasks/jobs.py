@@ -20,7 +20,7 @@ from configs.backend import BackendConfig
 from configs.errors import Conflict, JoyNexusError, LeaseLost, ServiceUnavailable
 from services import lookup
 from services.lookup import Service
-from services.scheduler_records import COMPLETED, TERMINAL, delayed_version
+from services.scheduler_records import COMPLETED, JOB_ID_PREFIX, TERMINAL, delayed_version
 from storage.demonstration_stream import DemonstrationStream, Source
 from storage.demonstrations import LeRobotDataset
 from storage.partitions import PartitionStore, indexed_instructions
@@ -69,6 +69,21 @@ async def clear_leftovers(platform: Platform) -> list[str]:
     kept = set(await (await platform.scheduler()).unfinished(sorted(set(job_ids.values())))) if found else set()
     leftovers = [partition_id for partition_id, job_id in job_ids.items() if job_id not in kept]
     return [partition_id for partition_id in leftovers if await clear_partition(platform, partition_id)]
+
+
+async def close_leftover_sessions(platform: Platform) -> list[str]:
+    """Close the sessions of rollouts whose job has ended: their flow was killed, and nobody waits for them.
+
+    Returns:
+        Ids of the sessions that were closed.
+    """
+    environments = await platform.environments()
+    owners = {s["owner"] for s in await environments.sessions() if str(s["owner"]).startswith(JOB_ID_PREFIX)}
+    if not owners:
+        return []
+    kept = set(await (await platform.scheduler()).unfinished(sorted(owners)))
+    closed: list[str] = await environments.close_owned(sorted(owners - kept))
+    return closed
 
 
 async def sweep_half_written(platform: Platform, older_than_s: float) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -209,6 +210,73 @@ def test_a_direct_client_reports_its_fault_and_the_host_is_replaced():
             await svc.report_fault(opened["session_id"], str(caught.value))
             await svc.report_fault(opened["session_id"], str(caught.value))
             await gone(old)
+            assert await svc.sessions() == []
+
+    run(main())
+
+
+def test_a_warm_host_that_ended_unseen_is_replaced_at_its_next_session():
+    """One of two was killed while nobody used them: the session has both all the same, the other one as it was."""
+
+    async def main():
+        async with service(2) as svc:
+            opened = await svc.open(request(preset("reach"), hosts=2))
+            before = await svc.reset(opened["session_id"], [7, 8])
+            first, second = (await pids(svc))[opened["session_id"]]
+            await svc.close(opened["session_id"])
+            os.kill(first, signal.SIGKILL)
+            await gone(first)
+            again = await svc.open(request(preset("reach"), hosts=2))
+            now = (await pids(svc))[again["session_id"]]
+            assert second in now
+            assert first not in now
+            after = await svc.reset(again["session_id"], [7, 8])
+            np.testing.assert_array_equal(before["images"]["top"], after["images"]["top"])
+            assert (await svc.capabilities())["hosts"]["in_use"] == 2
+
+    run(main())
+
+
+def test_a_replacement_that_cannot_be_started_costs_no_place(monkeypatch):
+    """As where no process or file can be had any more."""
+
+    async def main():
+        async with service(1) as svc:
+            opened = await svc.open(request(toy("Faulty-v0", step_timeout_s=2.0)))
+            await svc.reset(opened["session_id"], [1, 2])
+            tried = asyncio.Event()
+
+            def none_left(*_, **__):
+                tried.set()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+            with monkeypatch.context() as patched:
+                patched.setattr(subprocess, "Popen", none_left)
+                with pytest.raises(EnvironmentFault):
+                    await svc.batch_step(opened["session_id"], action(DIE), [None, None])
+                async with asyncio.timeout(20):
+                    await tried.wait()
+            again = await svc.open(request(toy("Faulty-v0")))
+            await svc.reset(again["session_id"], [1, 2])
+
+    run(main())
+
+
+def test_closing_an_owner_ends_its_opening_while_it_is_prepared(monkeypatch):
+    async def main():
+        async with service() as svc:
+            entered, going_on = asyncio.Event(), asyncio.Event()
+
+            async def slow(_):
+                entered.set()
+                await going_on.wait()
+
+            monkeypatch.setattr(svc, "_prepared", slow)
+            opening = asyncio.ensure_future(svc.open(request(owner="job-1")))
+            await entered.wait()
+            await svc.close_owned(["job-1"])
+            with pytest.raises(UnknownObject, match="was closed while it waited"):
+                await opening
             assert await svc.sessions() == []
 
     run(main())

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from configs import presets
 from configs.errors import JoyNexusError, ServiceUnavailable, TenantFault
 from configs.home import Home
 from configs.platform import PlatformAddresses
 from storage.partitions import PartitionStore
 from tasks.connection import Platform, platform_connection
-from tasks.jobs import carried_out, clear_leftovers
+from tasks.jobs import carried_out, clear_leftovers, close_leftover_sessions
 
 ROLE = "tests"  # nobody else leases jobs of this role
 
@@ -96,5 +97,29 @@ def test_only_partitions_of_ended_jobs_are_leftovers(platform: PlatformAddresses
             await (await connection.scheduler()).drop(job["job_id"], "by hand")
             await clear_leftovers(connection)  # or the flow `platform` was faster
             assert job["partition_id"] not in store.list()
+
+    asyncio.run(main())
+
+
+def test_only_sessions_of_ended_jobs_are_leftovers(platform: PlatformAddresses, home: Home) -> None:
+    """Whoever rolled out for a job whose flow was killed is told by its session's end."""
+
+    async def main() -> None:
+        async with reserved(home, "rolling") as (connection, job):
+            environments = await connection.environments()
+            reach = presets.environment("reach").model_dump(mode="json")
+
+            async def opened(owner: str) -> str:
+                asked = {"environment": reach, "num_envs": 1, "tenant_id": "rolling", "images": False}
+                return str((await environments.open({**asked, "owner": owner, "request_id": owner}))["session_id"])
+
+            of_job, of_another = await opened(job["job_id"]), await opened("evaluation-by-hand")
+            assert of_job not in await close_leftover_sessions(connection)
+            await (await connection.scheduler()).drop(job["job_id"], "by hand")
+            await close_leftover_sessions(connection)  # or the flow `platform` was faster
+            left = [session["session_id"] for session in await environments.sessions()]
+            assert of_job not in left
+            assert of_another in left
+            await environments.close(of_another)
 
     asyncio.run(main())

@@ -312,8 +312,10 @@ class LeRobotWriter:
                         f"{where}: {name}", f"{array.dtype} {list(array.shape)}", possible, "convert it or declare it"
                     )
                 )
-            if kind == "f" and not np.isfinite(array).all():
-                row = int(np.argmax(~np.isfinite(array).all(axis=1)))
+            # As it is stored: a number too large for that would fail when all episodes are there.
+            finite = np.isfinite(array.astype(np.float32)).reshape(length, -1).all(axis=1) if kind == "f" else None
+            if finite is not None and not finite.all():
+                row = int(np.argmin(finite))
                 raise TenantFault(refusal(f"{where}: {name}", f"no number in frame {row}", "finite values", "drop it"))
         return length
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -20,8 +21,20 @@ from configs.environment import StatisticsSpec
 from configs.errors import DataFault, SpecError, UnknownObject, refusal
 from storage import lerobot_format as layout
 from storage.lerobot_columns import as_recorded, bound
+from storage.lerobot_info import read_info
 from storage.lerobot_layouts import LAYOUTS
 from storage.lerobot_pictures import Pictures
+
+_FOREIGN = (
+    TypeError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    ZeroDivisionError,
+    RecursionError,
+)
 
 
 class LeRobotDataset:
@@ -77,20 +90,33 @@ class LeRobotDataset:
             raise UnknownObject(
                 refusal("dataset", str(root), f"a folder with {layout.INFO}", "collect it first, or correct its name")
             )
-        info = self._checked_info()
+        info = read_info(self.root, tuple(LAYOUTS))
+        try:
+            self._open(info, columns, sizes or {}, cache_bytes, decoders)
+        except _FOREIGN as error:  # a boundary: whatever a file of others does to the libraries that read it
+            raise self._torn(f"it cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
+
+    def _open(
+        self,
+        info: Mapping[str, Any],
+        columns: ColumnsSpec | None,
+        sizes: Mapping[str, tuple[int, int]],
+        cache_bytes: int,
+        decoders: int,
+    ) -> None:
         of_version = LAYOUTS[info["codebase_version"]]
         self.features: dict[str, dict[str, Any]] = info["features"]
         self.fps = float(info["fps"])
         self._inode = self.root.stat().st_ino
         name = self.root.name
         self._columns = as_recorded(self.features, name) if columns is None else bound(self.features, columns, name)
-        wanted = sizes or {}
-        sized = (replace(camera, size=wanted.get(camera.name, camera.size)) for camera in self._columns.cameras)
+        sized = (replace(camera, size=sizes.get(camera.name, camera.size)) for camera in self._columns.cameras)
         self._cameras = {camera.name: camera for camera in sized}
         self.cameras = {camera.name: camera.size for camera in self._cameras.values()}
         self.state_width, self.action_width = self._columns.state_width, self._columns.action_width
         stats = of_version.statistics(self.root, self.features)
         self.stats = self._checked_stats(stats)
+        self._statistics = {key: _statistics(self.stats[key]) for key in (self._columns.state, self._columns.action)}
         self.tasks = of_version.tasks(self.root)
         path = self.root / layout.PROVENANCE
         self.provenance: dict[str, Any] = layout.json_of(path, self.root) if path.is_file() else {}
@@ -129,18 +155,13 @@ class LeRobotDataset:
 
     @property
     def state_statistics(self) -> StatisticsSpec:
-        """Of the column that is bound as state."""
-        return self.statistics(self._columns.state)
+        """Of the column that is bound as state: for normalising in training and in serving alike."""
+        return self._statistics[self._columns.state]
 
     @property
     def action_statistics(self) -> StatisticsSpec:
-        """Of the column that is bound as action."""
-        return self.statistics(self._columns.action)
-
-    def statistics(self, key: str) -> StatisticsSpec:
-        """Mean and deviation of a vector column, for normalising in training and in serving alike."""
-        stats = self.stats[key]
-        return StatisticsSpec(mean=tuple(stats["mean"]), std=tuple(stats["std"]))
+        """Of the column that is bound as action; likewise."""
+        return self._statistics[self._columns.action]
 
     def returns(self, gamma: float) -> NDArray[np.float32]:
         """Discounted sum of the rewards from each frame to its episode's end, [frames].
@@ -256,25 +277,6 @@ class LeRobotDataset:
                 "was opened; start the workload again"
             )
 
-    def _checked_info(self) -> dict[str, Any]:
-        info = layout.json_of(self.root / layout.INFO, self.root)
-        version = info.get("codebase_version") if isinstance(info, dict) else None
-        if version not in LAYOUTS:
-            raise DataFault(
-                refusal(
-                    f"codebase_version of dataset {self.root.name}",
-                    version,
-                    ", ".join(LAYOUTS),
-                    "convert it with LeRobot's converter",
-                )
-            )
-        wanted = {"features", "fps", "total_frames", "total_episodes", "data_path"}
-        lacks = sorted(wanted - set(info))
-        features = info.get("features")
-        if lacks or not isinstance(features, dict) or not all({"dtype", "shape"} <= set(f) for f in features.values()):
-            raise layout.torn(self.root, f"{layout.INFO} lacks {lacks or 'dtype and shape of a feature'}")
-        return info
-
     def _read_frames(
         self, episodes: Sequence[layout.EpisodeRecord], total: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -285,7 +287,10 @@ class LeRobotDataset:
         parts: dict[str, list[NDArray[Any]]] = {key: [] for key in widths}
         pictures = tuple(f"{camera.key}." for camera in columns.cameras)
         start = 0
-        for name in dict.fromkeys(episode.data for episode in episodes):
+        names = list(dict.fromkeys(episode.data for episode in episodes))
+        if (rows := sum(self._rows(name) for name in names)) != total or not total:  # before memory is filled with them
+            raise self._torn(f"{rows} frames where {layout.INFO} names {total}")
+        for name in names:
             path = self.root / name
             try:
                 file = pq.ParquetFile(path)
@@ -302,8 +307,6 @@ class LeRobotDataset:
                 self.row_groups.append((name, group, start))
                 start += groups.row_group(group).num_rows
                 self.encoded_bytes += _picture_bytes(groups.row_group(group), pictures)
-        if start != total or not total:
-            raise self._torn(f"{start} frames where {layout.INFO} names {total}")
         found = {key: np.concatenate(values) for key, values in parts.items()}
         if not np.array_equal(found["index"][:, 0], np.arange(total)):
             raise self._torn("its frames are not in the order of their index")
@@ -312,8 +315,9 @@ class LeRobotDataset:
         self.reward: NDArray[np.float32] | None = None
         if layout.REWARD in found:
             self.reward = found[layout.REWARD][:, 0].astype(np.float32, copy=False)
-            if not np.isfinite(self.reward).all():
-                raise self._torn(f"{layout.REWARD} holds NaN or infinity")
+        for key, vectors in ((columns.state, self.state), (columns.action, self.action), (layout.REWARD, self.reward)):
+            if vectors is not None and not np.isfinite(vectors).all():
+                raise self._torn(f"{key} holds NaN or infinity")
         self._episode_index = found["episode_index"][:, 0]
         self._task_index = found["task_index"][:, 0]
         if self._task_index.min() < 0 or self._task_index.max() >= len(self.tasks):
@@ -327,7 +331,8 @@ class LeRobotDataset:
         edges = np.concatenate([[0], ranges[:, 1]])
         lengths = ranges[:, 1] - ranges[:, 0]
         if (
-            [episode.index for episode in episodes] != list(range(total))
+            len(episodes) != total
+            or [episode.index for episode in episodes] != list(range(total))
             or not np.array_equal(edges[:-1], ranges[:, 0])
             or edges[-1] != len(self.state)
             or not np.array_equal(self._episode_index, np.repeat(np.arange(total), lengths))
@@ -357,6 +362,16 @@ class LeRobotDataset:
                     )
         return stats
 
+    def _rows(self, name: str) -> int:
+        """Of a data file, as its footer says."""
+        path = self.root / name
+        if not path.is_file():
+            raise self._torn(f"{name} is missing")
+        try:
+            return int(pq.read_metadata(path).num_rows)
+        except (pa.ArrowException, OSError) as error:
+            raise self._torn(f"{name} cannot be read ({error})") from error
+
     def _torn(self, what: str) -> DataFault:
         return layout.torn(self.root, what)
 
@@ -367,11 +382,28 @@ def _picture_bytes(group: pq.RowGroupMetaData, prefixes: tuple[str, ...]) -> int
     return sum(column.total_uncompressed_size for column in columns if column.path_in_schema.startswith(prefixes))
 
 
+def _statistics(stats: Mapping[str, Any]) -> StatisticsSpec:
+    """Mean and deviation of a vector column."""
+    return StatisticsSpec(mean=tuple(stats["mean"]), std=tuple(stats["std"]))
+
+
 def _matrix(column: pa.ChunkedArray, width: int) -> NDArray[Any]:
-    """A column of scalars or of equally long lists as [rows, width]."""
+    """A column of scalars or of equally long lists as [rows, width].
+
+    Raises:
+        ValueError: rows of another width, or without a value.
+    """
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks)
-    if pa.types.is_fixed_size_list(array.type) or pa.types.is_list(array.type):
+    rows = len(array)
+    if array.null_count:
+        raise ValueError(f"{array.null_count} rows without a value")
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        lengths = pc.list_value_length(array)
+        if rows and pc.min_max(lengths).as_py() != {"min": width, "max": width}:
+            raise ValueError(f"rows of other widths than {width}")
         array = array.flatten()
-    return array.to_numpy(zero_copy_only=False).reshape(len(column), width)
+    if array.null_count or not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+        raise ValueError(f"{array.type} with {array.null_count} missing, where numbers are wanted")
+    return np.asarray(array.to_numpy(zero_copy_only=False)).reshape(rows, width)

@@ -196,7 +196,7 @@ def json_of(path: Path, root: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise torn(root, f"{path.relative_to(root)} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise torn(root, f"{path.relative_to(root)} is not JSON ({error})") from error
 
 
@@ -236,6 +236,12 @@ def path_from(template: object, root: Path, **numbers: Any) -> str:
         possible = f"a path under the dataset with {', '.join(numbers)}"
         raise DataFault(refusal(f"path template of dataset {root.name}", template, possible, "correct info.json"))
     return str(path)
+
+
+def unreadable_version(root: Path, version: object, versions: Sequence[str]) -> DataFault:
+    """The error of a dataset of another version."""
+    where = f"codebase_version of dataset {root.name}"
+    return DataFault(refusal(where, version, ", ".join(versions), "convert it with LeRobot's converter"))
 
 
 def torn(root: Path, what: str) -> DataFault:

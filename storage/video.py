@@ -212,13 +212,14 @@ class VideoReader:
         self.path = Path(path)
         with ExitStack() as opened:  # what fails in here leaves no file open
             try:
-                self._container: Any = opened.enter_context(av.open(str(path)))
+                # No other format: a playlist would have files read that lie elsewhere.
+                self._container: Any = opened.enter_context(av.open(str(path), format="mov"))
                 if not self._container.streams.video:
                     raise DataFault(refusal(f"video {self.path.name}", "no video stream", "one", "copy it anew"))
                 self._stream = self._container.streams.video[0]
                 self._stream.codec_context.thread_count = 1
                 packets = [(p.pts, p.is_keyframe) for p in self._container.demux(self._stream) if p.pts is not None]
-            except (av.error.FFmpegError, OSError) as error:
+            except (av.error.FFmpegError, OSError, AttributeError) as error:  # the last: a stream without a decoder
                 raise DataFault(f"video {self.path.name}: it cannot be read ({error}); copy it anew") from error
             packets.sort()
             self._pts = np.array([pts for pts, _ in packets], np.int64)  # of each frame, in order of presentation

@@ -96,10 +96,10 @@ def test_statistics_by_hand(tmp_path: Path) -> None:
             state = np.array([[x, constant] for x in rows], np.float32)
             writer.add_episode(images, state, np.array([[-x] for x in rows], np.float32), "go")
     found = LeRobotDataset(tmp_path / "d")
-    state = found.statistics("observation.state")
+    state = found.state_statistics
     assert state.mean == (3.0, float(constant))
     assert state.std == pytest.approx((np.sqrt(14 / 3), 0.0), rel=1e-15, abs=0)
-    assert found.statistics("action").mean == (-3.0,)
+    assert found.action_statistics.mean == (-3.0,)
     assert found.stats["action"]["min"] == [-6.0]
     assert found.stats["action"]["max"] == [-1.0]
     assert found.stats["action"]["count"] == [3]
@@ -285,7 +285,7 @@ def test_other_datasets_are_refused(tmp_path: Path) -> None:
         LeRobotDataset(root)
     info["features"]["observation.images.base"]["dtype"] = "video"
     (root / "meta/info.json").write_text(json.dumps(info))
-    with pytest.raises(DataFault, match=r"dataset d: file-000\.parquet of meta/episodes lacks \['videos/observation"):
+    with pytest.raises(DataFault, match=r"dataset d: meta/info\.json: it: video_path is missing, though there"):
         LeRobotDataset(root)
 
 

@@ -234,7 +234,7 @@ def harmed_info(root: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        ("template", r"path template of dataset d: got '\.\./\{episode_index\}'; possible: a path under the dataset"),
+        ("template", "meta/info.json: data_path: possible: a path under the dataset that ends in .parquet or .mp4"),
         ("rate", r"timestamps are not frame_index / fps \(20\)"),
         ("episode", "cover its frames"),
         ("fewer", "4 frames where meta/info.json names 11"),

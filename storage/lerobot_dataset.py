@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -21,6 +20,7 @@ from configs.environment import StatisticsSpec
 from configs.errors import DataFault, SpecError, UnknownObject, refusal
 from storage import lerobot_format as layout
 from storage.lerobot_columns import as_recorded, bound
+from storage.lerobot_frames import matrix, picture_bytes
 from storage.lerobot_info import read_info
 from storage.lerobot_layouts import LAYOUTS
 from storage.lerobot_pictures import Pictures
@@ -295,18 +295,23 @@ class LeRobotDataset:
             try:
                 file = pq.ParquetFile(path)
                 groups = file.metadata
-                lacks = sorted(set(widths) - set(file.schema_arrow.names))
+                within = [camera.key for camera in columns.cameras if not camera.video]
+                lacks = sorted({*widths, *within} - set(file.schema_arrow.names))
                 if lacks:
                     raise self._torn(f"{name} lacks {lacks}")
+                for key in within:
+                    stored = file.schema_arrow.field(key).type
+                    if not pa.types.is_struct(stored) or stored.get_field_index("bytes") < 0:
+                        raise self._torn(f"{key} in {name} is {stored}, and not a struct with the pictures' bytes")
                 table = file.read(columns=list(widths))
                 for key, column in parts.items():
-                    column.append(_matrix(table.column(key), widths[key]))
+                    column.append(matrix(table.column(key), widths[key]))
             except (pa.ArrowException, OSError, KeyError, ValueError) as error:
                 raise self._torn(f"{name} cannot be read ({error})") from error
             for group in range(groups.num_row_groups):
                 self.row_groups.append((name, group, start))
                 start += groups.row_group(group).num_rows
-                self.encoded_bytes += _picture_bytes(groups.row_group(group), pictures)
+                self.encoded_bytes += picture_bytes(groups.row_group(group), pictures)
         found = {key: np.concatenate(values) for key, values in parts.items()}
         if not np.array_equal(found["index"][:, 0], np.arange(total)):
             raise self._torn("its frames are not in the order of their index")
@@ -376,34 +381,6 @@ class LeRobotDataset:
         return layout.torn(self.root, what)
 
 
-def _picture_bytes(group: pq.RowGroupMetaData, prefixes: tuple[str, ...]) -> int:
-    """Of the columns whose path begins so, not compressed."""
-    columns = (group.column(i) for i in range(group.num_columns))
-    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema.startswith(prefixes))
-
-
 def _statistics(stats: Mapping[str, Any]) -> StatisticsSpec:
     """Mean and deviation of a vector column."""
     return StatisticsSpec(mean=tuple(stats["mean"]), std=tuple(stats["std"]))
-
-
-def _matrix(column: pa.ChunkedArray, width: int) -> NDArray[Any]:
-    """A column of scalars or of equally long lists as [rows, width].
-
-    Raises:
-        ValueError: rows of another width, or without a value.
-    """
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks)
-    rows = len(array)
-    if array.null_count:
-        raise ValueError(f"{array.null_count} rows without a value")
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
-        lengths = pc.list_value_length(array)
-        if rows and pc.min_max(lengths).as_py() != {"min": width, "max": width}:
-            raise ValueError(f"rows of other widths than {width}")
-        array = array.flatten()
-    if array.null_count or not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
-        raise ValueError(f"{array.type} with {array.null_count} missing, where numbers are wanted")
-    return np.asarray(array.to_numpy(zero_copy_only=False)).reshape(rows, width)

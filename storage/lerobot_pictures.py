@@ -6,6 +6,8 @@ bounded in number.
 
 from __future__ import annotations
 
+import io
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -17,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from PIL import Image
 
 from configs.errors import DataFault, refusal
 from storage.lerobot_columns import Camera
@@ -56,6 +59,10 @@ class RecentlyUsed:
                 self._bytes += size
             while self._bytes > self._bound:
                 self._bytes -= self._kept.popitem(last=False)[1][1]
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_SIZE = slice(16, 24)
 
 
 class Pictures:
@@ -138,6 +145,7 @@ class Pictures:
     def _decoded(self, camera: Camera, stored: bytes | None, row: int) -> NDArray[np.uint8]:
         if stored is None:
             raise torn(self._root, f"frame {row} of {camera.key} is not inside the data file")
+        self._refuse_size(camera, self._size_of(camera, stored, row))  # before a small file fills memory
         try:
             # Other than Pillow's, this decoder lets go of Python's lock, so that threads decode side by side.
             picture: Any = cv2.imdecode(np.frombuffer(stored, np.uint8), cv2.IMREAD_COLOR_RGB)
@@ -145,8 +153,18 @@ class Pictures:
             raise torn(self._root, f"frame {row} of {camera.key} is no picture ({error.err})") from error
         if picture is None:
             raise torn(self._root, f"frame {row} of {camera.key} is no picture")
-        self._refuse_size(camera, (picture.shape[0], picture.shape[1]))
         return picture
+
+    def _size_of(self, camera: Camera, stored: bytes, row: int) -> tuple[int, int]:
+        """(height, width) of an encoded picture, as its header says."""
+        if stored.startswith(_PNG) and len(stored) >= _PNG_SIZE.stop:
+            width, height = struct.unpack(">II", stored[_PNG_SIZE])
+            return height, width
+        try:
+            with Image.open(io.BytesIO(stored)) as header:
+                return header.height, header.width
+        except (OSError, ValueError) as error:
+            raise torn(self._root, f"frame {row} of {camera.key} is no picture") from error
 
     def _encoded(self, camera: Camera, group: int) -> pa.ChunkedArray:
         """The encoded pictures of one row group, binary [rows]."""

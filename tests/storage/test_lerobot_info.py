@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from configs.errors import DataFault, TenantFault
 from storage.demonstrations import LeRobotDataset, LeRobotWriter
@@ -148,3 +151,31 @@ def test_what_cannot_be_stored_is_refused_with_its_episode(tmp_path: Path, field
         with pytest.raises(TenantFault, match=f"{field}: got 'no number in frame 1'"):
             writer.add_episode(pictures, vectors["state"], vectors["action"], "go", vectors["reward"])
     assert len(LeRobotDataset(tmp_path / "d")) == 3
+
+
+def test_a_picture_larger_than_declared_is_refused_by_its_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file can be a picture that fills memory, so it is not decoded first."""
+    root = write(tmp_path / "d")
+    table = pq.read_table(root / DATA)
+    key = "observation.images.base"
+    large = io.BytesIO()
+    Image.new("RGB", (3000, 2000)).save(large, "PNG")
+    rows = [{"bytes": large.getvalue(), "path": None}] * table.num_rows
+    place = table.schema.get_field_index(key)
+    pq.write_table(
+        table.set_column(place, table.schema.field(key), pa.array(rows, table.schema.field(key).type)), root / DATA
+    )
+    monkeypatch.setattr(cv2, "imdecode", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(DataFault, match=r"camera base of dataset d: got \[2000, 3000, 3\]"):
+        LeRobotDataset(root).pictures("base", [0])
+
+
+def test_pictures_that_are_no_struct_are_refused(tmp_path: Path) -> None:
+    root = write(tmp_path / "d")
+    table = pq.read_table(root / DATA)
+    place = table.schema.get_field_index("observation.images.base")
+    pq.write_table(table.set_column(place, "observation.images.base", pa.array([b"x"] * table.num_rows)), root / DATA)
+    with pytest.raises(DataFault, match=r"observation\.images\.base in .* is binary, and not a struct"):
+        LeRobotDataset(root)

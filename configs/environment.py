@@ -112,7 +112,12 @@ class EnvironmentSpec(Spec):
         "the scene's episodes before, so that only initial states are functions of the seed.",
     )
     backend: Literal["cpu", "gpu"] = Field(default="cpu", description="Physics and rendering device.")
-    step_timeout_s: float = Field(default=60.0, gt=0, description="A call that takes longer fails its session.")
+    step_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="A step (of all environments of a host), a reset or an expert's episode that takes longer fails "
+        "its session; a chunk has as long for each of its steps.",
+    )
 
     own: OwnSpec | None = Field(default=None, description="Where the code of kind python lies and what it may use.")
     remote: RemoteSpec | None = Field(default=None, description="Server that runs it; None: this installation does.")

@@ -77,10 +77,9 @@ class SessionClient:
         self._check_length("actions", actions)
         self._check_length("next_seeds", next_seeds)
         more = {"every_step": True} if every_step else {}
+        timeout_s = self._timeout_s * max(np.shape(actions)[1] if np.ndim(actions) > 1 else 1, 1)
         parts = await self._all(
-            lambda c, s: c.call(
-                "batch_step", self._timeout_s, actions=actions[s], next_seeds=list(next_seeds[s]), **more
-            )
+            lambda c, s: c.call("batch_step", timeout_s, actions=actions[s], next_seeds=list(next_seeds[s]), **more)
         )
         if len(parts) == 1:
             return parts[0]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from configs import seeds as seed_ranges
 from configs.algorithm import RolloutSpec
 from configs.backend import BackendConfig
-from configs.errors import SpecError, UnknownObject, refusal
+from configs.errors import DataFault, SpecError, UnknownObject, refusal
 from services.environment_loops import VERSIONS
 from services.films import side_by_side, write_film
 from services.recording import Episode, total_reward, write_dataset
@@ -86,6 +86,9 @@ def export_dataset(dataset: Path, folder: Path) -> int:
         DataFault: it cannot be read.
         Conflict: the folder exists.
     """
+    if links := [path.relative_to(dataset) for path in dataset.rglob("*") if path.is_symlink()]:
+        # What they lead to is not the dataset's, perhaps not even its reader's to hand out.
+        raise DataFault(refusal(f"files of dataset {dataset.name}", str(links[0]), "files, no links", "copy it anew"))
     with _new_folder(folder) as building:
         shutil.copytree(dataset, building / DATASET)
         return _finish(building)
@@ -175,16 +178,29 @@ def _finish(building: Path) -> int:
     with contextlib.suppress(OSError):
         (building / WRITING).rmdir()
     dataset = LeRobotDataset(building / DATASET)
-    told = dataset.provenance.get("episodes", [])
-    (building / FILMS).mkdir()
-    for number, (start, stop) in enumerate(dataset.episode_ranges.tolist()):
-        pictures = dataset.sample(np.arange(start, stop), 1)["images"]
-        facts = told[number] if number < len(told) else {}
-        name = f"episode-{number:06d}"
-        if "seed" in facts:
-            name += f"-seed-{facts['seed']}-{'success' if facts['success'] else 'failure'}"
-        write_film(building / FILMS / f"{name}.mp4", side_by_side(list(pictures.values())), max(round(dataset.fps), 1))
-    return dataset.num_episodes
+    with contextlib.closing(dataset):
+        told = _told(dataset)
+        (building / FILMS).mkdir()
+        for number, (start, stop) in enumerate(dataset.episode_ranges.tolist()):
+            pictures = dataset.sample(np.arange(start, stop), 1)["images"]
+            name = f"episode-{number:06d}"
+            if number in told:
+                seed, success = told[number]
+                name += f"-seed-{seed}-{'success' if success else 'failure'}"
+            film = building / FILMS / f"{name}.mp4"
+            write_film(film, side_by_side(list(pictures.values())), max(round(dataset.fps), 1))
+        return dataset.num_episodes
+
+
+def _told(dataset: LeRobotDataset) -> dict[int, tuple[int, bool]]:
+    """{episode: (seed, success)}, where its provenance says so; what others wrote there is left alone."""
+    episodes = dataset.provenance.get("episodes")
+    found = enumerate(episodes if isinstance(episodes, list) else [])
+    return {
+        number: (facts["seed"], facts["success"])
+        for number, facts in found
+        if isinstance(facts, dict) and isinstance(facts.get("seed"), int) and isinstance(facts.get("success"), bool)
+    }
 
 
 def partition_of(store: PartitionStore, source: str, datasets: Path) -> str:

@@ -302,3 +302,24 @@ def test_hosts_need_neither_pydantic_nor_torch():
 def test_memory_has_a_floor():
     with pytest.raises(SpecError, match="memory_mb"):
         parse(OwnSpec, {"folder": "toys", "memory_mb": 1}, where="own")
+
+
+def test_the_example_of_the_readme_runs(tmp_path):
+    """The same seed begins the same episode; a full turn of neither joint is asked for, so the hand moves a little."""
+    environment_folders.register(Home(tmp_path), "toys", PROJECT_ROOT / "examples")
+    widths = {"state_width": 2, "action_width": 2, "cameras": [{"name": "top", "height": 64, "width": 64}]}
+    zeros = {"state": {"mean": [0, 0], "std": [1, 1]}, "action": {"mean": [0, 0], "std": [1, 1]}}
+
+    async def main():
+        async with service(home=str(tmp_path)) as svc:
+            arm = own("mypackage.arm:make", instruction="reach the red mark", **widths, **zeros)
+            name = (await svc.open(request(arm)))["session_id"]
+            first, again = await svc.reset(name, [3, 4]), await svc.reset(name, [3, 4])
+            np.testing.assert_array_equal(first["images"]["top"], again["images"]["top"])
+            assert first["instructions"] == ["reach the red mark"] * 2
+            seen = (await svc.batch_step(name, np.full((2, 1, 2), 0.1, np.float32), [None, None]))["observation"]
+            moved = np.angle(np.exp(1j * (seen["proprioception"] - first["proprioception"])))
+            np.testing.assert_allclose(moved, 0.1, atol=1e-5)
+            assert (seen["images"]["top"] != first["images"]["top"]).any()
+
+    run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from configs import seeds
 from configs.backend import BackendConfig
-from configs.errors import Conflict, SpecError, UnknownObject
+from configs.errors import Conflict, DataFault, SpecError, UnknownObject
 from services.environment_loops import VERSIONS
 from services.rollout_export import export_dataset, export_rollout, partition_of
 from storage.demonstrations import LeRobotDataset
@@ -130,3 +131,25 @@ def test_a_dataset_is_copied_and_filmed(tmp_path: Path) -> None:
             for at in (tmp_path / "out" / part, tmp_path / "again" / part)
         )
         assert first == second
+
+
+def test_a_dataset_with_links_is_not_copied(tmp_path: Path) -> None:
+    """What they lead to would be handed out."""
+    store, job, backend, _ = rollout(tmp_path)
+    export_rollout(store, job["partition_id"], job, backend, tmp_path / "out")
+    (tmp_path / "secret.txt").write_text("theirs")
+    (tmp_path / "out/lerobot/meta/leak").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(DataFault, match="files of dataset lerobot: got 'meta/leak'; possible: files, no links"):
+        export_dataset(tmp_path / "out" / "lerobot", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("episodes", [3, [3], [{"seed": 1}], [{"seed": "../../evil", "success": True}]])
+def test_what_others_say_of_episodes_is_no_part_of_a_path(tmp_path: Path, episodes: object) -> None:
+    store, job, backend, _ = rollout(tmp_path)
+    export_rollout(store, job["partition_id"], job, backend, tmp_path / "out")
+    told = tmp_path / "out/lerobot/meta/joynexus.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"episodes": episodes}))
+    export_dataset(tmp_path / "out" / "lerobot", tmp_path / "again")
+    films = [path.name for path in sorted((tmp_path / "again" / "films").iterdir())]
+    assert films == ["episode-000000.mp4", "episode-000001.mp4", "episode-000002.mp4"]

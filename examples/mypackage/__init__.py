@@ -1,0 +1,1 @@
+"""An environment of one's own, as the README registers it."""

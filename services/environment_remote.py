@@ -2,9 +2,9 @@
 
 Reconnecting: a lost connection is the end of its session, and a call that ran has failed; it is never sent again,
 since it may have been carried out. Who opens the session again (by the same request id) gets a new one, at a reset.
-Only opening tries again: where nothing answers after 0.2 s, 0.4 s, … up to 5 s between two tries, for
-`connect_timeout_s`; where the server is full likewise, for as long as the session may wait. Each session has its own
-connections, so none waits for another's.
+Only connecting tries again: where nothing answers after 0.2 s, 0.4 s, … up to 5 s between two tries, for
+`connect_timeout_s`; where the server is full likewise, for as long as the session may wait. What fails at the server
+after that is told at once. Each session has its own connections, so none waits for another's.
 
 The token is read when a session opens and is in no message, log or frame.
 """
@@ -29,6 +29,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _ANSWER_S = 10.0
 _SIGNS_S = 15.0
 """Between two signs of life to a server; it ends a session that gives none for four of them."""
+
+
+class Unreachable(EnvironmentFault):
+    """Nothing that answers as a server does."""
 
 
 class RemoteHost:
@@ -81,7 +85,7 @@ class RemoteHosts:
 
         Raises:
             SpecError: the token is not there or not the server's, or the server's preset is another one.
-            EnvironmentFault: nothing answers for `connect_timeout_s`.
+            EnvironmentFault: nothing answers for `connect_timeout_s`, or a host there does not start.
             AdmissionRefused: the server is full for `wait_s`.
         """
         opening = [asyncio.ensure_future(self._open(configuration, wait_s)) for configuration in configurations]
@@ -124,7 +128,7 @@ class RemoteHosts:
             while True:
                 try:
                     return await self._try(remote, token, sent)
-                except EnvironmentFault as error:
+                except Unreachable as error:
                     if clock() + pause_s > answers_by:
                         possible = f"a server that answers within {remote.connect_timeout_s:g} s"
                         remedy = f"start `joynexus env serve` there ({error})"
@@ -143,9 +147,10 @@ class RemoteHosts:
         """One try.
 
         Raises:
-            EnvironmentFault: nothing answers, or the connection was lost; another try may succeed.
+            Unreachable: nothing answers; another try may succeed.
             AdmissionRefused: the server is full; likewise.
             SpecError: the token or the declaration is refused.
+            EnvironmentFault: no host starts there, or the connection was lost meanwhile.
         """
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -158,12 +163,15 @@ class RemoteHosts:
         except environment_tcp.ServerFull as error:
             raise AdmissionRefused(str(error)) from None
         except (OSError, TimeoutError) as error:
-            raise EnvironmentFault(f"{remote.address}: {error or type(error).__name__}") from None
+            raise Unreachable(f"{remote.address}: {error or type(error).__name__}") from None
         control = HostClient(sock, name=f"remote environment {remote.address}")
         try:
             reply = await control.call("configure", self._start_timeout_s, **sent)
-        except BaseException:
+        except BaseException as error:
+            lost = control.broken is not None
             control.close()
+            if isinstance(error, EnvironmentFault) and not lost:  # the server's own words
+                raise EnvironmentFault(f"remote.address: {remote.address}: {error}") from None
             raise
         host = RemoteHost(next(self._numbers), remote, control)
         self._hosts.add(host)

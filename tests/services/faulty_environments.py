@@ -94,7 +94,20 @@ class Restless(Counter):
         return self._image
 
 
-_ALL = {"Counter-v0": Counter, "Faulty-v0": Faulty, "Goals-v0": Goals, "Restless-v0": Restless}
+class Unmade(Counter):
+    """Cannot be made."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        raise RuntimeError("no arm is attached")
+
+
+_ALL = {
+    "Counter-v0": Counter,
+    "Faulty-v0": Faulty,
+    "Goals-v0": Goals,
+    "Restless-v0": Restless,
+    "Unmade-v0": Unmade,
+}
 for name, entry in _ALL.items():
     if name not in gymnasium.registry:
         gymnasium.register(name, entry_point=entry, max_episode_steps=5)

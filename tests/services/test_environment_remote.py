@@ -333,3 +333,18 @@ def test_a_server_that_does_not_answer_is_given_up_with_its_address():
             assert str(caught.value).startswith(f"remote.address: got '127.0.0.1:{port}'; {possible}")
 
     run(main())
+
+
+def test_what_fails_at_the_server_is_told_at_once_in_its_words_and_not_tried_again():
+    """No library, for instance: `connect_timeout_s` is 30 s, and no second host is started there."""
+
+    async def main():
+        async with server("Unmade-v0") as (port, made), service() as svc:
+            with pytest.raises(EnvironmentFault) as caught:
+                await svc.open(request(at(port, "Unmade-v0")))
+            said = "configure: the simulator raised RuntimeError: no arm is attached"
+            assert str(caught.value) == f"remote.address: 127.0.0.1:{port}: {said}"
+            assert next(made._pool._numbers) == 2  # the next host's
+            assert in_use(made) == 0
+
+    run(main())

@@ -106,7 +106,7 @@ def _env(arguments: argparse.Namespace, home: Home) -> int:
         return environments.install(arguments.name)
     if arguments.act == "check":
         return environments.check(arguments.name, home)
-    return environments.print_environments()
+    return environments.print_environments(home)
 
 
 def _demo(arguments: argparse.Namespace, home: Home) -> int:

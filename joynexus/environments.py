@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 
 from configs import presets
+from configs.environment import EnvironmentSpec
 from configs.errors import SpecError, refusal
 from configs.home import Home
 from joynexus import tables
 from services import environment_installs
-from services.environments import renderer
+from services.environment_launch import lacking
 
 
-def print_environments() -> int:
+def here(spec: EnvironmentSpec, home: Home) -> str:
+    """What an environment lacks on this machine, or `ready`; a remote one is not connected to."""
+    lacks = lacking(spec, home)
+    return lacks or ("ready" if spec.remote is None else f"at {spec.remote.address}; `joynexus env check` tries it")
+
+
+def print_environments(home: Home) -> int:
     """A line an environment preset: what it is, and what it lacks here."""
     from rich.table import Table
 
@@ -21,8 +28,7 @@ def print_environments() -> int:
         table.add_column(column)
     for name in presets.names("environments"):
         spec = presets.environment(name)
-        lacks = renderer.check() if spec.kind == "maniskill" else environment_installs.missing(spec.requirements)
-        table.add_row(name, spec.kind, spec.id, lacks or "ready")
+        table.add_row(name, spec.kind, spec.id, here(spec, home))
     tables.console().print(table)
     return 0
 

@@ -26,7 +26,7 @@ from configs.model import ActionModuleSpec, BaseModelSpec, LoraSpec, PiSpec
 from configs.signature import prefix_key, schema_signature
 from configs.workload import WorkloadSpec
 from kernels.peft_adapters import adapter_shapes, fitted
-from services import environment_installs
+from services import environment_installs, environment_launch
 from services.admission_of_data import dataset_path, declared_columns, open_sources
 from services.admission_of_rl import faults_of_data, faults_of_module
 from services.admission_of_transforms import faults_of_statistics, faults_of_transforms, sized
@@ -130,7 +130,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
             faults.add(*fault)
         _check_job_bytes(faults, workload, training, base, cluster)
         if training.environment is not None:
-            _check_simulator(faults, "environment", training.environment, cluster)
+            _check_simulator(faults, "environment", training.environment, cluster, home)
         for fault in faults_of_data(workload, training.environment, training.source, rewards=training.rewards):
             faults.add(*fault)
     for fault in faults_of_module(workload):
@@ -145,7 +145,7 @@ def admit(workload: WorkloadSpec, home: Home, cluster: ClusterSpec) -> BackendCo
         _check_evaluation(faults, workload, evaluated_in)
         if workload.evaluation is not None and workload.evaluation.record is not None:
             faults.kept(partial(refuse_existing, home.datasets, workload.evaluation.record, "evaluation.record"))
-        _check_simulator(faults, "evaluation.environment", evaluated_in, cluster)
+        _check_simulator(faults, "evaluation.environment", evaluated_in, cluster, home)
         if training is not None:
             _check_evaluation_cameras(faults, workload, training, evaluated_in)
     _check_hosts(faults, workload, cluster)
@@ -356,21 +356,23 @@ def _sizes(cameras: Sequence[CameraSpec]) -> str:
     return ", ".join(sorted(f"{c.name} {c.height}×{c.width}" for c in cameras))
 
 
-def _check_simulator(faults: _Faults, field: str, environment: EnvironmentSpec, cluster: ClusterSpec) -> None:
-    if cluster.dask_scheduler is not None or environment.remote is not None:
-        return  # where the Dask workers are another's, this machine hosts no simulator
+def _check_simulator(
+    faults: _Faults, field: str, environment: EnvironmentSpec, cluster: ClusterSpec, home: Home
+) -> None:
+    if cluster.dask_scheduler is not None:
+        return  # where the Dask workers are another's, this machine hosts no simulator and holds no token
+    if environment.remote is not None or environment.own is not None:
+        if (why := environment_launch.lacking(environment, home)) is not None:
+            faults.lines.append(f"{field}: {environment.name}: {why}")
+        return
     lacking = environment.requirements
     if lacking is not None and environment_installs.missing(lacking) is not None:
         faults.add(field, environment.name, "one that is installed here", environment_installs.remedy(lacking))
     if environment.kind == "maniskill" and (missing := renderer.check()) is not None:  # a few looks at files
         known = [presets.environment(name) for name in presets.names("environments")]
         others = [e.name for e in known if e.kind != "maniskill" and not environment_installs.missing(e.requirements)]
-        faults.add(
-            field,
-            environment.name,
-            f"without a renderer {', '.join(others)}",
-            f"choose one of these or install one ({missing})",
-        )
+        possible = f"without a renderer {', '.join(others)}"
+        faults.add(field, environment.name, possible, f"choose one of these or install one ({missing})")
 
 
 def _check_hosts(faults: _Faults, workload: WorkloadSpec, cluster: ClusterSpec) -> None:

@@ -1,4 +1,5 @@
-"""What `joynexus env check NAME` looks at: a preset's environment in a host of its own, without a platform.
+"""What `joynexus env check NAME` looks at: a preset's environment, without a platform: in a
+host of its own, or at the server that it names.
 
 Found out from outside, through the protocol that a session uses, so one list serves every simulator: it starts, its
 observations are as declared, the seed alone decides how an episode begins, steps and pictures are of use, episodes
@@ -8,6 +9,7 @@ end. What an adapter finds wrong itself (a width, a camera, a missing library) i
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -19,8 +21,9 @@ from configs.environment import EnvironmentSpec
 from configs.errors import JoyNexusError, refusal
 from configs.home import Home
 from services.environment_launch import prepared
-from services.environment_pool import HostPool
+from services.environment_pool import PLAIN, HostPool
 from services.environment_protocol import HostClient
+from services.environment_remote import RemoteHosts
 
 START_TIMEOUT_S = 600.0
 _STEPS = 10
@@ -40,21 +43,31 @@ async def check(spec: EnvironmentSpec, seed: int = 0, home: Home | None = None) 
     """Findings as they are made; after a fault that leaves nothing to look at, no more come.
 
     Args:
-        spec: what is tried; of a remote one its own simulator, here.
+        spec: what is tried; a remote one at its server, with its token.
         seed: of the episodes.
         home: of folders with tenants' own environments.
     """
-    try:
-        plain, launch = await asyncio.to_thread(prepared, spec, home)
-    except JoyNexusError as error:
-        yield Finding("interpreter", str(error))
-        return
-    yield Finding(f"interpreter: {launch.interpreter}")
-    configuration = {"spec": plain, "num_envs": 1, "images": True, "session_token": "check"}
-    pool = HostPool(1, max_idle=0, sessions_per_host=1, start_timeout_s=START_TIMEOUT_S)
+    pool: Any
+    configuration = {"num_envs": 1, "images": True, "session_token": secrets.token_hex(16)}
+    if spec.remote is not None:
+        what, launch = f"server {spec.remote.address}", PLAIN
+        configuration |= {"spec": spec.model_dump(mode="json"), "tenant_id": "check"}
+        pool = RemoteHosts(start_timeout_s=START_TIMEOUT_S)
+    else:
+        what = "simulator"
+        try:
+            plain, launch = await asyncio.to_thread(prepared, spec, home)
+        except JoyNexusError as error:
+            yield Finding("interpreter", str(error))
+            return
+        yield Finding(f"interpreter: {launch.interpreter}")
+        configuration |= {"spec": plain}
+        pool = HostPool(1, max_idle=0, sessions_per_host=1, start_timeout_s=START_TIMEOUT_S)
     try:
         began = time.monotonic()
         hosts, replies = await pool.acquire("check", [configuration], wait_s=0, launch=launch)
+        if spec.remote is not None:
+            yield Finding(f"{what} knows the token and takes a session")
         versions = ", ".join(f"{name} {version}" for name, version in replies[0]["versions"].items())
         yield Finding(f"started in {time.monotonic() - began:.1f} s: {versions}")
         looked = _Looked(hosts[0].control, spec, replies[0], seed)
@@ -62,7 +75,7 @@ async def check(spec: EnvironmentSpec, seed: int = 0, home: Home | None = None) 
             async for finding in look():
                 yield finding
     except JoyNexusError as error:
-        yield Finding("simulator", str(error))
+        yield Finding(what, str(error))
     finally:
         await pool.close()
 

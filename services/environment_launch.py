@@ -20,6 +20,7 @@ from configs.environment_folders import folder_of
 from configs.errors import SpecError, refusal
 from configs.home import PROJECT_ROOT, Home
 from services import environment_installs
+from services.environments import renderer
 
 ENGINES = ("docker", "podman")
 SOCKETS, CODE, OWN = "/run/joynexus", "/opt/joynexus", "/opt/own"  # inside a container
@@ -131,3 +132,19 @@ def prepared(spec: EnvironmentSpec, home: Home | None) -> tuple[dict[str, Any], 
         )
     launch = Launch(own=True, engine=engine, image=spec.own.image, folder=folder, memory_mb=spec.own.memory_mb)
     return {**plain, "own": {**plain["own"], "path": OWN, "memory_mb": None}}, launch
+
+
+def lacking(spec: EnvironmentSpec, home: Home | None) -> str | None:
+    """What a session of `spec` lacks here, in one line, or None: as far as one sees that starts and connects nothing.
+
+    Of a remote environment that is its token: what the simulator needs is its server's business. Blocks where a
+    container engine has to answer.
+    """
+    try:
+        if spec.remote is not None:
+            spec.remote.token()
+            return None
+        prepared(spec, home)
+    except SpecError as error:
+        return str(error)
+    return renderer.check() if spec.kind == "maniskill" else None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from configs import presets
+from configs import environment_folders, presets
 from configs.cluster import ClusterSpec
 from configs.errors import SpecError
 from configs.home import Home
@@ -20,6 +20,7 @@ from configs.requests import CollectRequest
 from configs.spec import parse
 from configs.transforms import TransformsSpec
 from configs.workload import EvaluationSpec, WorkloadSpec
+from joynexus.environments import here
 from kernels.peft_adapters import adapter_shapes, exported
 from services.admission import admit, admit_all
 from services.environments import renderer
@@ -580,6 +581,39 @@ def test_a_simulator_that_is_not_installed_is_refused_with_the_command(
     for field in ("environment", "evaluation.environment"):
         given = f"{field}: got 'libero-object-small'; possible: one that is installed here; "
         assert given + "run `joynexus env install libero`" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["environment", "evaluation.environment"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("far", "token_variable: 'JOYNEXUS_NO_TOKEN' holds 0 characters; possible: 16 characters or more"),
+        ("mine", "own.folder: got 'toys'; possible: none is registered; run `joynexus env register NAME FOLDER`"),
+    ],
+)
+def test_an_environment_elsewhere_or_of_ones_own_is_asked_for_its_token_or_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str, field: str
+) -> None:
+    folder = tmp_path / "presets"
+    shutil.copytree(presets.FOLDER, folder)
+    reach = presets.environment("reach").model_dump(mode="json")
+    own = {"kind": "python", "id": "mypackage.arm:make", "own": {"folder": "toys"}}
+    remote = {"remote": {"address": "127.0.0.1:1", "token_variable": "JOYNEXUS_NO_TOKEN"}}
+    for preset, changes in (("mine", own), ("far", remote)):
+        (folder / "environments" / f"{preset}.yaml").write_text(yaml.safe_dump(reach | {"name": preset} | changes))
+    monkeypatch.setattr(presets, "FOLDER", folder)
+    monkeypatch.delenv("JOYNEXUS_NO_TOKEN", raising=False)
+    spec = workload(**{field.replace(".", "__"): name})
+    home = Home(tmp_path / "home")
+    with pytest.raises(SpecError) as caught:
+        admit(spec, home, LAPTOP)
+    assert f"{field}: {name}: {reason}" in str(caught.value)
+    environment = presets.environment(name)
+    assert here(environment, home).startswith(reason)
+    monkeypatch.setenv("JOYNEXUS_NO_TOKEN", "a-token-of-some-length")
+    environment_folders.register(home, "toys", tmp_path)
+    admit(spec, home, LAPTOP)
+    assert here(environment, home).startswith("ready" if name == "mine" else "at 127.0.0.1:1; ")
 
 
 def mixture(folder: Path, **second: Any) -> dict[str, Any]:

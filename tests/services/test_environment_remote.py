@@ -16,6 +16,7 @@ import pytest
 from configs.environment import EnvironmentSpec
 from configs.errors import AdmissionRefused, EnvironmentFault, SpecError, UnknownObject
 from services import environment_tcp
+from services.environment_check import check
 from services.environment_client import SessionClient
 from services.environment_protocol import HostClient, encode
 from services.environment_server import EnvironmentServer
@@ -346,5 +347,27 @@ def test_what_fails_at_the_server_is_told_at_once_in_its_words_and_not_tried_aga
             assert str(caught.value) == f"remote.address: 127.0.0.1:{port}: {said}"
             assert next(made._pool._numbers) == 2  # the next host's
             assert in_use(made) == 0
+
+    run(main())
+
+
+def test_the_check_tries_the_server_itself_and_its_token(monkeypatch):
+    async def found(port, **changes):
+        spec = EnvironmentSpec.model_validate(at(port, max_episode_steps=5, **changes))
+        return [finding async for finding in check(spec)]
+
+    async def main():
+        async with server() as (port, made):
+            said = await found(port)
+            assert said[0].what == f"server 127.0.0.1:{port} knows the token and takes a session"
+            assert said[-1].what.startswith("an episode of random actions was t")
+            assert next(made._pool._numbers) == 2  # one host was started, there
+            assert in_use(made) == 0
+            (wrong,) = await found(port, instruction="count up")
+            assert wrong.what == f"server 127.0.0.1:{port}"
+            assert wrong.fault.startswith("environment.instruction: got 'count up'; possible: 'count', as the server")
+            monkeypatch.setenv(VARIABLE, "another-token-0123456789")
+            (refused,) = await found(port)
+            assert "possible: the token that this server knows" in refused.fault
 
     run(main())

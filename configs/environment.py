@@ -8,9 +8,19 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, model_validator
 
 from configs.environment_hosting import ENTRY_POINT, OwnSpec, RemoteSpec
+from configs.errors import refusal
 from configs.spec import Name, Spec
 
 LARGEST_CAMERA = 1024  # pixels a side
+_OF_GYMNASIUM = frozenset({"options", "state_key", "state_range", "camera_keys"})
+USED_BY: dict[str, frozenset[str]] = {
+    "gymnasium": _OF_GYMNASIUM,
+    "gymnasium_vector": _OF_GYMNASIUM,
+    "libero": frozenset({"options", "light_visuals"}),
+    "maniskill": frozenset({"options", "control_mode", "light_visuals", "show_goal", "fresh_scenes", "backend"}),
+    "python": frozenset(),
+}
+"""Kind: those of the fields which not every kind uses that it does; another kind's would have no effect."""
 
 
 class CameraSpec(Spec):
@@ -133,6 +143,19 @@ class EnvironmentSpec(Spec):
         return self
 
     @model_validator(mode="after")
+    def _used_by_kind(self) -> Self:
+        faults = []
+        for field in sorted(frozenset().union(*USED_BY.values()) - USED_BY[self.kind]):
+            given, default = getattr(self, field), type(self).model_fields[field].default
+            if given != default:
+                users = " and ".join(kind for kind, used in USED_BY.items() if field in used)
+                possible = f"{default!r} with kind {self.kind}"
+                faults.append(refusal(field, given, possible, f"used by {users}; leave it out"))
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+    @model_validator(mode="after")
     def _widths(self) -> Self:
         for field, stats, width in (
             ("state", self.state, self.state_width),
@@ -142,11 +165,8 @@ class EnvironmentSpec(Spec):
                 raise ValueError(
                     f"{field}.mean has {len(stats.mean)} values but {field}_width is {width}; make them equal"
                 )
-        if self.fresh_scenes and (self.kind, self.backend) != ("maniskill", "cpu"):
-            possible = "true for kind maniskill on backend cpu"
-            raise ValueError(
-                f"fresh_scenes: got true for {self.kind} on {self.backend}; possible: {possible}; leave it"
-            )
+        if self.fresh_scenes and self.backend != "cpu":
+            raise ValueError(refusal("fresh_scenes", True, f"False on backend {self.backend}", "leave it out"))
         names = [camera.name for camera in self.cameras]
         if len(set(names)) != len(names):
             raise ValueError(f"cameras: got {names}; possible: each name once; rename one")

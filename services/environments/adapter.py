@@ -63,6 +63,17 @@ class Adapter(Protocol):
         """Release the simulator."""
 
 
+def keyword_arguments(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """What a simulator's factory is called with: `fixed`, and the declared `options` beside it.
+
+    Raises:
+        SpecError: if an option is one of the fixed ones.
+    """
+    if taken := sorted(set(fixed) & set(spec["options"])):
+        raise SpecError(refusal("options", taken, f"other arguments of {spec['id']}", "remove them"))
+    return {**fixed, **spec["options"]}
+
+
 _MODULES = {
     "gymnasium": "gymnasium_adapter:GymnasiumAdapter",
     "gymnasium_vector": "vector_adapter:GymnasiumVectorAdapter",

@@ -24,7 +24,7 @@ import numpy as np
 
 from configs.errors import EnvironmentFault, SpecError, refusal
 from services.environments import mujoco_renderer, observations, reach
-from services.environments.adapter import StepResult
+from services.environments.adapter import StepResult, keyword_arguments
 
 
 class GymnasiumAdapter:
@@ -39,8 +39,6 @@ class GymnasiumAdapter:
         self._envs: list[gymnasium.Env[Any, Any]] = []
         self._observations: list[Any] = []
         self._told: list[str] = []
-        if spec["backend"] != "cpu":
-            raise SpecError(refusal("backend", spec["backend"], "cpu", "gymnasium environments run on the CPU"))
         self._envs.append(self._make())
         self._observations.append(None)
         self._told.append(spec["instruction"])
@@ -60,10 +58,9 @@ class GymnasiumAdapter:
             "disable_env_checker": True,
             "render_mode": "rgb_array",
         }
-        if taken := sorted(set(fixed) & set(self._spec["options"])):
-            raise SpecError(refusal("options", taken, "other arguments of gymnasium.make", "remove them"))
+        given = keyword_arguments(self._spec, fixed)
         try:
-            env = gymnasium.make(self._spec["id"], **fixed, **self._spec["options"])
+            env = gymnasium.make(self._spec["id"], **given)
         except TypeError as error:
             line, possible = " ".join(str(error).split()), f"arguments that {self._spec['id']} takes"
             raise SpecError(refusal("options", self._spec["options"], possible, f"correct them ({line})")) from None

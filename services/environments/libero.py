@@ -70,9 +70,7 @@ class LiberoAdapter:
         mujoco_renderer.select(_option(options, "renderer", tuple(mujoco_renderer.LIBRARIES)))
         if options:
             raise SpecError(refusal("options", sorted(options), "initial_states, renderer", "remove the others"))
-        fixed = {"state_width": STATE_WIDTH, "action_width": ACTION_WIDTH, "backend": "cpu"}
-        fixed |= {"control_mode": None, "show_goal": False, "state_key": None, "state_range": None, "camera_keys": {}}
-        for field, wanted in fixed.items():
+        for field, wanted in (("state_width", STATE_WIDTH), ("action_width", ACTION_WIDTH)):
             if spec[field] != wanted:
                 raise SpecError(refusal(field, spec[field], f"{wanted} with LIBERO", "correct it"))
         if (missing := mujoco_renderer.missing()) is not None:

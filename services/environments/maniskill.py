@@ -19,7 +19,7 @@ import numpy as np
 
 from configs.errors import EnvironmentFault, SpecError, refusal
 from services.environments import renderer
-from services.environments.adapter import Adapter, StepResult
+from services.environments.adapter import Adapter, StepResult, keyword_arguments
 
 # Before sapien is imported, by anyone: Vulkan reads its driver list once.
 renderer.select()
@@ -115,11 +115,10 @@ class ManiSkillTask:
             "sim_backend": "physx_cuda" if self._spec["backend"] == "gpu" else "physx_cpu",
             "reconfiguration_freq": 0,
         }
-        if taken := sorted(set(fixed) & set(options)):
-            raise SpecError(refusal("options", taken, f"other arguments of {env_id}", "remove them"))
+        given = keyword_arguments(self._spec, fixed)
         with _render_device():
             try:
-                return gymnasium.make(env_id, **fixed, **options).unwrapped
+                return gymnasium.make(env_id, **given).unwrapped
             except TypeError as error:
                 line = " ".join(str(error).split())
                 raise SpecError(
@@ -134,7 +133,7 @@ class ManiSkillTask:
             except AssertionError:
                 if fixed["control_mode"] is None:
                     raise
-                known: Any = gymnasium.make(env_id, **fixed | {"control_mode": None}, **options).unwrapped
+                known: Any = gymnasium.make(env_id, **given | {"control_mode": None}).unwrapped
                 modes = ", ".join(known.agent.supported_control_modes)
                 known.close()
                 raise SpecError(

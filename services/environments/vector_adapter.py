@@ -24,7 +24,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from configs.errors import EnvironmentFault, SpecError, refusal
 from services.environments import observations, reach
-from services.environments.adapter import StepResult
+from services.environments.adapter import StepResult, keyword_arguments
 from services.environments.autoreset import Row, as_numpy, autoreset_mode, final_rows, reset_rows, succeeded
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,6 @@ class GymnasiumVectorAdapter:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         reach.register()
-        if spec["backend"] != "cpu":
-            raise SpecError(refusal("backend", spec["backend"], "cpu", "the vector environment chooses its own device"))
         self._spec = spec
         self._cameras = {c["name"]: (c["height"], c["width"]) for c in spec["cameras"]}
         self._env: Any = None
@@ -84,14 +82,14 @@ class GymnasiumVectorAdapter:
 
     def _made(self, num_envs: int) -> VectorEnv[Any, Any, Any]:
         env_id = self._spec["id"]
+        fixed = {
+            "num_envs": num_envs,
+            "max_episode_steps": self._spec["max_episode_steps"],
+            "render_mode": "rgb_array",
+        }
+        arguments = keyword_arguments(self._spec, fixed)
         try:
-            env = gymnasium.make_vec(
-                env_id,
-                num_envs=num_envs,
-                max_episode_steps=self._spec["max_episode_steps"],
-                render_mode="rgb_array",
-                **self._spec["options"],
-            )
+            env = gymnasium.make_vec(env_id, **arguments)
         except (gymnasium.error.Error, ModuleNotFoundError) as error:
             raise SpecError(
                 refusal("id", env_id, "a registered gymnasium id", f"correct it ({_line(error)})")

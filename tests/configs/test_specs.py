@@ -98,6 +98,32 @@ def test_what_an_environment_is_made_with_fits_it(changes: dict[str, Any], messa
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "changes", "message"),
+    [
+        ("reach", "gymnasium", {"control_mode": "pd_ee_delta_pos"}, "possible: None with kind gymnasium; used by mani"),
+        ("reach", "gymnasium", {"light_visuals": True}, "False with kind gymnasium; used by libero and maniskill;"),
+        ("reach", "gymnasium_vector", {"show_goal": True}, "show_goal: got True; possible: False with kind gymnas"),
+        ("reach", "gymnasium", {"backend": "gpu"}, "backend: got 'gpu'; possible: 'cpu' with kind gymnasium; used by"),
+        ("pushcube", "maniskill", {"state_key": "agent"}, "state_key: got 'agent'; possible: None with kind manis"),
+        ("pushcube", "maniskill", {"camera_keys": {"base": "x"}}, "used by gymnasium and gymnasium_vector; "),
+        ("libero-goal", "libero", {"control_mode": "osc"}, "control_mode: got 'osc'; possible: None with kind libe"),
+        ("reach", "python", {"options": {"size": 3}}, "options: got {'size': 3}; possible: {} with kind python; use"),
+        ("reach", "python", {"state_range": [0, 2]}, "state_range: got (0, 2); possible: None with kind python; u"),
+    ],
+)
+def test_a_field_that_the_kind_does_not_use_is_refused(
+    name: str, kind: str, changes: dict[str, Any], message: str
+) -> None:
+    environment = presets.environment(name).model_dump(mode="json") | {"kind": kind}
+    if kind == "python":
+        environment |= {"id": "mypackage.arm:make", "own": {"folder": "toys"}}
+    parse(EnvironmentSpec, environment, where="environment")
+    with pytest.raises(SpecError) as caught:
+        parse(EnvironmentSpec, environment | changes, where="environment")
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("turned", [["side"], ["top", "top"]])
 def test_turned_cameras_are_cameras_of_the_environment(turned: list[str]) -> None:
     environment = presets.environment("reach").model_dump(mode="json") | {"turned_cameras": turned}

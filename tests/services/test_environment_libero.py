@@ -279,7 +279,6 @@ def test_what_is_wrong_or_missing_is_said_in_words(libero: str, tmp_path: Path) 
         "id: got 'libero_moon/1'; possible: SUITE/NUMBER with libero_10, libero_90, ": {"id": "libero_moon/1"},
         "id: got 'libero_goal/x'; possible: libero_goal/0 to libero_goal/9; choose one": {"id": "libero_goal/x"},
         "state_width: got 9; possible: 8 with LIBERO; correct it": {"state_width": 9},
-        "control_mode: got 'osc'; possible: None with LIBERO; correct it": {"control_mode": "osc"},
         "options.initial_states: got 'any'; possible: fixed, sampled; ": {"options": {"initial_states": "any"}},
         "options: got ['horizon']; possible: initial_states, renderer; ": {"options": {"horizon": 3}},
         "cameras: got 'top'; possible: agentview, ": {"cameras": [{"name": "top", "height": 64, "width": 64}]},

@@ -306,7 +306,7 @@ def test_a_missing_final_observation_is_the_environments_fault() -> None:
             {"state_width": 3},
             "state_width: got 3; possible: 2, the values that tests.",
         ),
-        ({"backend": "gpu"}, "backend: got 'gpu'; possible: cpu; the vector environment chooses its own device"),
+        ({"options": {"num_envs": 3}}, "options: got ['num_envs']; possible: other arguments of tests.services."),
     ],
 )
 def test_a_wrong_declaration_is_refused_by_field(changes: dict[str, Any], message: str) -> None:

@@ -125,8 +125,8 @@ class EnvironmentSpec(Spec):
     step_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="A step (of all environments of a host), a reset or an expert's episode that takes longer fails "
-        "its session; a chunk has as long for each of its steps.",
+        description="Longest step of a host's environments, and longest reset: a chunk may take this times its steps, "
+        "an expert's episode this times max_episode_steps. A call that takes longer fails its session.",
     )
 
     own: OwnSpec | None = Field(default=None, description="Where the code of kind python lies and what it may use.")

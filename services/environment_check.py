@@ -22,7 +22,7 @@ from configs.errors import JoyNexusError, refusal
 from configs.home import Home
 from services.environment_launch import prepared
 from services.environment_pool import PLAIN, HostPool
-from services.environment_protocol import HostClient
+from services.environment_protocol import HostClient, longest_s
 from services.environment_remote import RemoteHosts
 
 START_TIMEOUT_S = 600.0
@@ -176,7 +176,7 @@ class _Looked:
 
     async def at_remarks(self) -> AsyncIterator[Finding]:
         """What the adapter noticed of the environment meanwhile."""
-        for fault in await self._client.call("remarks", self._spec.step_timeout_s):
+        for fault in await self._ask("remarks"):
             yield Finding("what steps report", fault)
 
     def _actions(self, steps: int) -> np.ndarray:
@@ -184,11 +184,14 @@ class _Looked:
         return self._random.uniform(low, high, (1, steps, len(low))).astype(np.float32)
 
     async def _reset(self, seed: int) -> dict[str, Any]:
-        return dict(await self._client.call("reset", self._spec.step_timeout_s, seeds=[seed]))
+        return dict(await self._ask("reset", seeds=[seed]))
 
     async def _step(self, actions: np.ndarray, next_seed: int | None = None) -> dict[str, Any]:
-        timeout_s = self._spec.step_timeout_s * actions.shape[1]
-        return dict(await self._client.call("batch_step", timeout_s, actions=actions, next_seeds=[next_seed]))
+        return dict(await self._ask("batch_step", actions=actions, next_seeds=[next_seed]))
+
+    async def _ask(self, op: str, **fields: Any) -> Any:
+        longest = longest_s(op, fields, self._spec.step_timeout_s, self._spec.max_episode_steps)
+        return await self._client.call(op, longest, **fields)
 
 
 def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:

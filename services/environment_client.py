@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from configs.errors import EnvironmentFault, TenantFault, refusal
-from services.environment_protocol import HostClient
+from services.environment_protocol import HostClient, longest_s
 
 _CHUNK_FIELDS = ("reward", "valid", "terminated", "truncated", "success")
 
@@ -34,7 +34,7 @@ class SessionClient:
         self.num_envs: int = opened["num_envs"]
         self.versions: dict[str, str] = opened["versions"]
         self.action_bounds = tuple(np.array(opened[name], np.float32) for name in ("action_low", "action_high"))
-        self._timeout_s: float = opened["step_timeout_s"]
+        self._bounds: tuple[float, int] = opened["step_timeout_s"], opened["max_episode_steps"]
         self._slices = [slice(host["start"], host["stop"]) for host in opened["hosts"]]
         self._clients = list(clients)
 
@@ -57,7 +57,7 @@ class SessionClient:
             EnvironmentFault: a host failed or was too slow.
         """
         self._check_length("seeds", seeds)
-        parts = await self._all(lambda c, s: c.call("reset", self._timeout_s, seeds=list(seeds[s])))
+        parts = await self._all(lambda c, s: self._ask(c, "reset", seeds=list(seeds[s])))
         return _concatenate(parts)
 
     async def batch_step(
@@ -77,9 +77,8 @@ class SessionClient:
         self._check_length("actions", actions)
         self._check_length("next_seeds", next_seeds)
         more = {"every_step": True} if every_step else {}
-        timeout_s = self._timeout_s * max(np.shape(actions)[1] if np.ndim(actions) > 1 else 1, 1)
         parts = await self._all(
-            lambda c, s: c.call("batch_step", timeout_s, actions=actions[s], next_seeds=list(next_seeds[s]), **more)
+            lambda c, s: self._ask(c, "batch_step", actions=actions[s], next_seeds=list(next_seeds[s]), **more)
         )
         if len(parts) == 1:
             return parts[0]
@@ -99,7 +98,7 @@ class SessionClient:
 
     async def scene_positions(self) -> dict[str, np.ndarray]:
         """Privileged `object`, `goal`, `gripper`, each float32 [B, 3]; for pretraining and experts only."""
-        parts = await self._all(lambda c, _: c.call("scene_positions", self._timeout_s))
+        parts = await self._all(lambda c, _: self._ask(c, "scene_positions"))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     async def expert_episodes(self, seeds: Sequence[int], noise: float) -> list[dict[str, Any]]:
@@ -124,7 +123,7 @@ class SessionClient:
 
         async def work(client: HostClient, _slice: slice) -> None:
             for seed in waiting:
-                await keep(seed, await client.call("expert_episode", self._timeout_s, seed=int(seed), noise=noise))
+                await keep(seed, await self._ask(client, "expert_episode", seed=int(seed), noise=noise))
 
         await self._all(work)
 
@@ -132,6 +131,9 @@ class SessionClient:
         """Close the connections; the session itself is closed by the service."""
         for client in self._clients:
             client.close()
+
+    async def _ask(self, client: HostClient, op: str, **fields: Any) -> Any:
+        return await client.call(op, longest_s(op, fields, *self._bounds), **fields)
 
     async def _all(self, call: Callable[[HostClient, slice], Awaitable[Any]]) -> list[Any]:
         """`call` on every host at once; all have ended before the first fault is raised."""

@@ -19,6 +19,7 @@ import asyncio
 import math
 import socket
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -162,6 +163,22 @@ def _receive_exactly(sock: socket.socket, length: int) -> bytearray | None:
 def error_reply(request_id: int, error: JoyNexusError) -> dict[str, Any]:
     """The reply that carries an error of ours by name."""
     return {"id": request_id, "error": {"type": type(error).__name__, "message": str(error)}}
+
+
+def longest_s(op: str, fields: Mapping[str, Any], step_timeout_s: float, max_episode_steps: int) -> float:
+    """How long a call may take: `step_timeout_s` for every step that it asks for, one where it asks for none.
+
+    Args:
+        op: the operation; `batch_step` asks for H steps, `expert_episode` for an episode.
+        fields: the operation's; `actions` float32 [B, H, A].
+        step_timeout_s: of the environment's declaration.
+        max_episode_steps: likewise.
+    """
+    steps = max_episode_steps if op == "expert_episode" else 1
+    actions = fields.get("actions")
+    if op == "batch_step" and isinstance(actions, np.ndarray) and actions.ndim == 3:
+        steps = max(1, actions.shape[1])
+    return step_timeout_s * steps
 
 
 class HostClient:

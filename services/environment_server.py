@@ -33,7 +33,7 @@ from configs.spec import parse
 from services import environment_tcp
 from services.environment_launch import prepared
 from services.environment_pool import HostPool, HostProcess
-from services.environment_protocol import ProtocolError, body_length, decode, encode, error_reply
+from services.environment_protocol import ProtocolError, body_length, decode, encode, error_reply, longest_s
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class EnvironmentServer:
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownObject(f"{op}: this connection has no session; configure it first")
-        return await session.host.control.call(op, self._spec.step_timeout_s + _MARGIN_S, **fields)
+        return await session.host.control.call(op, self._longest_s(op, fields), **fields)
 
     async def _configure(
         self, session_id: str, spec: dict[str, Any], num_envs: int, images: bool, session_token: str, tenant_id: str
@@ -253,13 +253,17 @@ class EnvironmentServer:
         try:
             while (body := await self._frame(reader, None)) is not None:
                 await _send(to_host, len(body).to_bytes(_HEADER, "big") + body)
-                async with asyncio.timeout(self._spec.step_timeout_s + _MARGIN_S):
+                request = decode(body)
+                async with asyncio.timeout(self._longest_s(str(request.get("op")), request)):
                     header = await from_host.readexactly(_HEADER)
                     reply = await from_host.readexactly(body_length(header))
                 await _send(writer, header + reply)
         finally:
             session.tasks.discard(task)
             to_host.close()
+
+    def _longest_s(self, op: str, fields: dict[str, Any]) -> float:
+        return longest_s(op, fields, self._spec.step_timeout_s, self._spec.max_episode_steps) + _MARGIN_S
 
     async def _frame(self, reader: asyncio.StreamReader, idle_s: float | None) -> bytearray | None:
         """One frame's body, of bounded size and duration; None where the peer closed, or was silent for `idle_s`."""

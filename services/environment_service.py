@@ -1,9 +1,9 @@
 """The EnvironmentService actor: sessions of simulated environments over hosts in child processes.
 
 A session belongs to one tenant and has B environments, spread over one or more hosts of its own. A call that is not
-answered in the environment's `step_timeout_s`, or a simulator that fails, ends *that* session: its host is killed and
-replaced, all others go on. Whoever steps often drives the hosts directly (`SessionClient.direct(opened)`) and tells
-faults to `report_fault`; the service stays the owner of the processes.
+answered in the environment's `step_timeout_s` times its steps, or a simulator that fails, ends *that* session: its host
+is killed and replaced, all others go on. Whoever steps often drives the hosts directly (`SessionClient.direct(opened)`)
+and tells faults to `report_fault`; the service stays the owner of the processes.
 
 A session is leased: one that nobody uses or renews for `lease_s`, and to which no direct connection is open, is closed,
 since its client is dead. Who pauses for longer renews it (`services.environment_lease.renewed_session`).
@@ -37,6 +37,7 @@ from services import environment_installs
 from services.environment_client import SessionClient
 from services.environment_launch import Launch, prepared
 from services.environment_pool import PLAIN, HostPool
+from services.environment_protocol import longest_s
 from services.environment_remote import RemoteHosts
 from services.environments import renderer
 
@@ -418,7 +419,8 @@ class EnvironmentService:
 
     async def _close_dead(self, session_id: str, session: _Session) -> None:
         # Direct calls pass the service by; the hosts know of them, and answer when the present one is done.
-        wait_s = session.opened["step_timeout_s"] + _PING_S
+        bounds = (session.opened[name] for name in ("step_timeout_s", "max_episode_steps"))
+        wait_s = longest_s("expert_episode", {}, *bounds) + _PING_S
         try:
             seen = await asyncio.gather(*(host.control.call("ping", wait_s) for host in session.hosts))
         except EnvironmentFault as error:

@@ -94,6 +94,14 @@ class Restless(Counter):
         return self._image
 
 
+class Slow(Counter):
+    """A step takes 0.3 s."""
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        threading.Event().wait(0.3)
+        return super().step(action)
+
+
 class Unmade(Counter):
     """Cannot be made."""
 
@@ -106,6 +114,7 @@ _ALL = {
     "Faulty-v0": Faulty,
     "Goals-v0": Goals,
     "Restless-v0": Restless,
+    "Slow-v0": Slow,
     "Unmade-v0": Unmade,
 }
 for name, entry in _ALL.items():

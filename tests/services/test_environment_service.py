@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -194,6 +195,39 @@ def test_a_fault_ends_its_session_alone_and_the_host_is_replaced(value, reason):
             new = (await svc.open(request(toy("Faulty-v0", step_timeout_s=3.0))))["session_id"]
             assert (await pids(svc))[new] != [old]
             await svc.reset(new, [1, 2])
+
+    run(main())
+
+
+def test_a_chunk_may_take_the_bound_of_a_step_times_its_steps():
+    """Four steps of 0.3 s each, of which one may take 1 s."""
+
+    async def main():
+        async with service() as svc:
+            opened = await svc.open(request(toy("Slow-v0", step_timeout_s=1.0), num_envs=1))
+            await svc.reset(opened["session_id"], [1])
+            result = await svc.batch_step(opened["session_id"], action(GO, 1, 4), [None])
+            np.testing.assert_array_equal(result["observation"]["proprioception"], [[1, 4]])
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("call", "seconds"),
+    [
+        (lambda client: client.reset([1]), "0.02"),
+        (lambda client: client.step(action(GO, 1)[:, 0], [None]), "0.02"),
+        (lambda client: client.batch_step(action(GO, 1, 4), [None]), "0.08"),
+        (lambda client: client.expert_episodes([1], 0.0), "0.2"),  # of at most ten steps
+    ],
+)
+def test_a_host_that_does_not_answer_is_given_up_after_the_steps_that_were_asked_for(call, seconds):
+    async def main():
+        ours, _theirs = socket.socketpair()
+        bounds = {"step_timeout_s": 0.02, "max_episode_steps": 10, "action_low": [-1.0], "action_high": [1.0]}
+        opened = {"session_id": "s", "num_envs": 1, "versions": {}, "hosts": [{"start": 0, "stop": 1}], **bounds}
+        with pytest.raises(EnvironmentFault, match=f"did not return within {seconds} s; its session ends"):
+            await call(SessionClient(opened, [HostClient(ours)]))
 
     run(main())
 

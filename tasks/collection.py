@@ -46,9 +46,13 @@ async def collect_demonstrations(platform: Platform, request: CollectRequest) ->
 
     Raises:
         Conflict: if a dataset of that name exists and `replace` is not asked for, or is being written.
+        UnknownObject, SpecError: if nobody demonstrates this environment, or not in its control mode.
         EnvironmentFault: if the expert fails too often.
     """
+    from services.environments.experts import expert_for  # with gymnasium, which nothing else here needs
+
     spec = presets.environment(request.environment)
+    expert_for(spec.id, spec.control_mode)
     folder = platform.home.datasets / request.dataset
     if folder.exists() and not request.replace:
         raise Conflict(refusal("dataset", request.dataset, "a new name", "choose one, or set replace"))
@@ -94,7 +98,7 @@ async def sweep_interrupted(platform: Platform, older_than_s: float) -> int:
 
 def _made_from(spec: EnvironmentSpec, request: CollectRequest, versions: dict[str, str]) -> str:
     """What an episode follows from beside its seed: how many are asked for and on how many hosts is none of it."""
-    found = importlib.util.find_spec(_EXPERT)  # not imported: it is the hosts that need what it needs
+    found = importlib.util.find_spec(_EXPERT)
     assert found is not None
     assert found.origin is not None
     return digest(

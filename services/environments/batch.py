@@ -137,7 +137,7 @@ class EnvironmentBatch:
             action t.
         """
         random = np.random.default_rng([seed, 0x0E5BE27])
-        expert = expert_for(self._spec["id"])
+        expert = expert_for(self._spec["id"], self._spec["control_mode"])
         memory: dict[str, Any] = {}
         seen: list[Observation] = []
         wanted, executed, rewards = [], [], []

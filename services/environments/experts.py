@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.errors import UnknownObject, refusal
+from configs.errors import SpecError, UnknownObject, refusal
 from services.environments.reach import STEP
 
 
@@ -26,11 +26,13 @@ class Expert:
         steady: action dimensions that get no noise when demonstrations are disturbed (a gripper would drop things).
         rests: a step in which it asks for no movement gets none either: the task ends when the robot stands still,
             which noise alone would prevent.
+        control_mode: whose actions it gives; None where the environment has but one.
     """
 
     act: Callable[[Mapping[str, np.ndarray], dict[str, Any]], np.ndarray]
     steady: tuple[int, ...] = ()
     rests: bool = False
+    control_mode: str | None = None
 
     def disturbance(self, action: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """What of `noise` [A] is added to the `action` [A] that it asks for."""
@@ -111,17 +113,22 @@ def _towards(gripper: np.ndarray, target: np.ndarray, fingers: float, gain: np.n
 
 EXPERTS: dict[str, Expert] = {
     "Reach-v0": Expert(reach),
-    "PushCube-v1": Expert(push_cube, steady=(3,)),
-    "PickCube-v1": Expert(pick_cube, steady=(3,), rests=True),
+    "PushCube-v1": Expert(push_cube, steady=(3,), control_mode="pd_ee_delta_pos"),
+    "PickCube-v1": Expert(pick_cube, steady=(3,), rests=True, control_mode="pd_ee_delta_pos"),
 }
 
 
-def expert_for(env_id: str) -> Expert:
+def expert_for(env_id: str, control_mode: str | None) -> Expert:
     """The expert of one environment id.
 
     Raises:
         UnknownObject: if there is none; the known ids are listed.
+        SpecError: if it acts in another control mode.
     """
     if env_id not in EXPERTS:
         raise UnknownObject(refusal("expert", env_id, ", ".join(sorted(EXPERTS)), "write one in experts.py"))
-    return EXPERTS[env_id]
+    expert = EXPERTS[env_id]
+    if control_mode != expert.control_mode:
+        possible = f"{expert.control_mode}, in which the expert of {env_id} acts"
+        raise SpecError(refusal("control_mode", control_mode, possible, "take a preset with it"))
+    return expert

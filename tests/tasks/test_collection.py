@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
-from configs.errors import Conflict
+from configs import presets
+from configs.errors import Conflict, JoyNexusError
 from configs.home import Home
 from configs.requests import CollectRequest
 from services.environment_client import SessionClient
@@ -126,6 +128,28 @@ def test_one_host_gives_what_two_give(tmp_path: Path, undisturbed: tuple[dict[st
     told = LeRobotDataset(tmp_path / "datasets" / "reach").provenance["episodes"]
     assert [entry["success"] for entry in told] == [True] * EPISODES
     assert [entry["seed"] for entry in told] == sorted(entry["seed"] for entry in told)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("libero-goal", {}, "expert: got 'libero_goal/"),
+        ("pushcube", {"control_mode": "pd_joint_pos"}, "control_mode: got 'pd_joint_pos'; possible: pd_ee_delta_pos,"),
+    ],
+)
+def test_what_no_expert_demonstrates_is_refused_before_a_host_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "presets"
+    (folder / "environments").mkdir(parents=True)
+    spec = presets.environment(name).model_dump(mode="json") | {"name": "asked"} | changes
+    (folder / "environments" / "asked.yaml").write_text(yaml.safe_dump(spec))
+    monkeypatch.setattr(presets, "FOLDER", folder)
+    platform: Any = SimpleNamespace(home=Home(tmp_path))  # without services
+    request = CollectRequest(dataset="asked", environment="asked", episodes=1)
+    with pytest.raises(JoyNexusError) as caught:
+        asyncio.run(collect_demonstrations.fn(platform, request))
+    assert str(caught.value).startswith(message)
 
 
 def test_two_collections_of_one_name_at_a_time_are_one_too_many(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ def _env(arguments: argparse.Namespace, home: Home) -> int:
         return environments.install(arguments.name)
     if arguments.act == "check":
         return environments.check(arguments.name, home)
+    if arguments.act == "measure":
+        return environments.measure(arguments.name, home, arguments.episodes, arguments.noise)
     return environments.print_environments(home)
 
 
@@ -167,16 +169,20 @@ def parser() -> argparse.ArgumentParser:
     compile_ = verb("compile", _compile, "Show the backend configuration that a workload becomes; start nothing.")
     compile_.add_argument("spec", type=Path, metavar="SPEC.yaml")
     cluster(compile_)
-    env = verb("env", _env, "List, install or try simulators; no platform is needed.")
+    env = verb("env", _env, "List, install, try or measure simulators; no platform is needed.")
     acts = env.add_subparsers(dest="act", required=True, metavar="ACT")
     for act, text in (
         ("list", "Show every environment preset and what it lacks on this machine."),
         ("install", "Install the packages of a preset or requirements file into a virtual environment of their own."),
         ("check", "Reset, step and render a preset's environment; say in words what is missing or wrong."),
+        ("measure", "Print a preset's state and action blocks, measured over random and expert episodes."),
     ):
         made = acts.add_parser(act, help=text, description=text)
         if act != "list":
             made.add_argument("name", metavar="NAME")
+        if act == "measure":
+            made.add_argument("--episodes", type=int, default=40, help="how many (default: 40)")
+            made.add_argument("--noise", type=float, default=0.2, help="of the expert's actions, if any (default: 0.2)")
     environment_server.add_verbs(acts)
     demo = verb(
         "demo",

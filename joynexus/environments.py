@@ -1,4 +1,4 @@
-"""`joynexus env`: simulators on this machine, listed, installed, tried. None of it needs a running platform."""
+"""`joynexus env`: simulators on this machine, listed, installed, tried, measured; without a platform."""
 
 from __future__ import annotations
 
@@ -47,6 +47,31 @@ def install(name: str) -> int:
         raise SpecError(refusal("name", name, possible, "nothing else is to be installed for this one"))
     made = environment_installs.install(requirements, lambda line: print(line, flush=True))
     print(f"installed: {made}")
+    return 0
+
+
+def measure(name: str, home: Home, episodes: int, noise: float) -> int:
+    """Print the `state` and `action` blocks of a preset, measured; 0.
+
+    Raises:
+        SpecError: there is no such preset, or fewer than one episode is asked for.
+        JoyNexusError: its environment cannot be started or failed.
+    """
+    import yaml
+
+    from services.environment_measure import measure as measured
+
+    spec = presets.environment(name, "name")
+    if episodes < 1:
+        raise SpecError(refusal("--episodes", episodes, "1 or more", "ask for some"))
+    if not 0 <= noise < float("inf"):
+        raise SpecError(refusal("--noise", noise, "0 or more", "give a standard deviation"))
+    found = asyncio.run(measured(spec, episodes, noise, home))
+    for field, statistics in found.items():
+        rounded = {
+            name: [float(f"{value:.6g}") for value in values] for name, values in statistics.model_dump().items()
+        }
+        print(yaml.safe_dump({field: rounded}, default_flow_style=None, sort_keys=False, width=110), end="")
     return 0
 
 

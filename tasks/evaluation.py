@@ -18,6 +18,7 @@ from configs.requests import EvaluateRequest
 from services import lookup
 from services.metrics import RunStatus
 from tasks.connection import Platform
+from tasks.jobs import EVALUATION_PREFIX
 
 logger = logging.getLogger(__name__)
 ADAPTER_PREFIX = "models:/"
@@ -75,7 +76,7 @@ async def _run(platform: Platform, request: EvaluateRequest, target: Target, run
         "request": request.model_dump(mode="json"),
         "flow_run": str(flow_run.id),
     }
-    owner = f"evaluation-{task_run.id}"
+    owner = f"{EVALUATION_PREFIX}{flow_run.root_flow_run_id}-{task_run.id}"
     asked = platform.patiently(
         lookup.INFERENCE,
         "evaluate",

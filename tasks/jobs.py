@@ -11,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import PrefectClient
+from prefect.exceptions import ObjectNotFound
 
 from configs.algorithm import AwrSpec, OfflineSpec, RolloutSpec
 from configs.backend import BackendConfig
@@ -30,6 +33,8 @@ from tasks.tenants import OpenedTenant
 
 logger = logging.getLogger(__name__)
 DOMAIN = "vla"
+EVALUATION_PREFIX = "evaluation-"
+"""Begins the owner of an evaluation's session; then come the ids of the flow run at the root and of the task run."""
 _WAIT_S = 30.0
 _REASON = 2000  # characters of a reason that a descriptor keeps
 KEPT_PICTURE_BYTES = 1 << 30
@@ -72,18 +77,34 @@ async def clear_leftovers(platform: Platform) -> list[str]:
 
 
 async def close_leftover_sessions(platform: Platform) -> list[str]:
-    """Close the sessions of rollouts whose job has ended: their flow was killed, and nobody waits for them.
+    """Close the sessions of rollouts and evaluations that nobody waits for: their job, or their flow run, has ended.
 
     Returns:
         Ids of the sessions that were closed.
     """
     environments = await platform.environments()
-    owners = {s["owner"] for s in await environments.sessions() if str(s["owner"]).startswith(JOB_ID_PREFIX)}
-    if not owners:
+    owners = sorted({str(session["owner"]) for session in await environments.sessions()})
+    jobs = [owner for owner in owners if owner.startswith(JOB_ID_PREFIX)]
+    evaluations = [owner for owner in owners if owner.startswith(EVALUATION_PREFIX)]
+    kept = set(await (await platform.scheduler()).unfinished(jobs)) if jobs else set()
+    over = [job for job in jobs if job not in kept]
+    if evaluations:
+        async with PrefectClient(platform.addresses.prefect_api_url) as prefect:
+            over += [owner for owner in evaluations if await _has_ended(prefect, owner)]
+    if not over:
         return []
-    kept = set(await (await platform.scheduler()).unfinished(sorted(owners)))
-    closed: list[str] = await environments.close_owned(sorted(owners - kept))
+    closed: list[str] = await environments.close_owned(over)
     return closed
+
+
+async def _has_ended(prefect: PrefectClient, evaluation: str) -> bool:
+    """Whether the flow run that an evaluation belongs to has ended, or is not known (any more)."""
+    try:
+        run_id = UUID(evaluation.removeprefix(EVALUATION_PREFIX)[:36])
+        run = await prefect.read_flow_run(run_id)
+    except (ValueError, ObjectNotFound):
+        return True
+    return run.state is not None and run.state.is_final()
 
 
 async def sweep_half_written(platform: Platform, older_than_s: float) -> int:

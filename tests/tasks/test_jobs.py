@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -113,8 +114,10 @@ def test_only_sessions_of_ended_jobs_are_leftovers(platform: PlatformAddresses, 
                 asked = {"environment": reach, "num_envs": 1, "tenant_id": "rolling", "images": False}
                 return str((await environments.open({**asked, "owner": owner, "request_id": owner}))["session_id"])
 
-            of_job, of_another = await opened(job["job_id"]), await opened("evaluation-by-hand")
+            of_job, of_another = await opened(job["job_id"]), await opened("by-hand")
+            of_none = await opened(f"evaluation-{uuid4()}-{uuid4()}")
             assert of_job not in await close_leftover_sessions(connection)
+            assert of_none not in [session["session_id"] for session in await environments.sessions()]
             await (await connection.scheduler()).drop(job["job_id"], "by hand")
             await close_leftover_sessions(connection)  # or the flow `platform` was faster
             left = [session["session_id"] for session in await environments.sessions()]

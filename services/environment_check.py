@@ -131,13 +131,6 @@ class _Looked:
 
     async def at_steps(self) -> AsyncIterator[Finding]:
         """Random actions within the bounds; an episode that ends begins anew."""
-        bounds = [value for value in (*self._low, *self._high) if not np.isfinite(value)]
-        if bounds:
-            yield Finding(
-                "actions",
-                refusal("action space", "bounds that are not finite", "finite ones", "wrap it in RescaleAction"),
-            )
-            return
         began, rewards, moved = time.monotonic(), [], False
         before = self._observation
         for step in range(_STEPS):
@@ -180,8 +173,7 @@ class _Looked:
             yield Finding("what steps report", fault)
 
     def _actions(self, steps: int) -> np.ndarray:
-        low, high = np.nan_to_num(self._low, neginf=-1), np.nan_to_num(self._high, posinf=1)
-        return self._random.uniform(low, high, (1, steps, len(low))).astype(np.float32)
+        return self._random.uniform(self._low, self._high, (1, steps, len(self._low))).astype(np.float32)
 
     async def _reset(self, seed: int) -> dict[str, Any]:
         return dict(await self._ask("reset", seeds=[seed]))

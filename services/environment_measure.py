@@ -89,8 +89,7 @@ class _Measured:
         self._client = client
         self._spec = spec
         self._random = np.random.default_rng(FIRST_SEED)
-        low, high = (np.array(configured[f"action_{end}"], np.float32) for end in ("low", "high"))
-        self._low, self._high = np.nan_to_num(low, neginf=-1), np.nan_to_num(high, posinf=1)
+        self._low, self._high = (np.array(configured[f"action_{end}"], np.float32) for end in ("low", "high"))
         self.pieces: dict[str, list[np.ndarray]] = {"state": [], "action": []}
 
     async def expert(self, seed: int, noise: float) -> int:

@@ -63,6 +63,31 @@ class Adapter(Protocol):
         """Release the simulator."""
 
 
+def one_line(error: Exception) -> str:
+    """What an error of a simulator, or of a tenant's own code, says, fit for a refusal."""
+    return " ".join(str(error).split())[:300]
+
+
+def action_bounds(spec: Mapping[str, Any], space: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Least and greatest action, each float32 [A], of `space`: a Box [A] with finite bounds, low below high.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    width, bounds = spec["action_width"], [getattr(space, end, None) for end in ("low", "high")]
+    low, high = (np.asarray(() if bound is None else bound) for bound in bounds)
+    if low.shape != (width,) or high.shape != (width,):
+        boxed = low.ndim == 1 and not any(bound is None for bound in bounds)
+        remedy = "correct it" if boxed else "wrap the environment so that its actions are a Box [A]"
+        if boxed and spec["control_mode"] is not None:
+            remedy += f", or control_mode, which is {spec['control_mode']}"
+        raise SpecError(refusal("action_width", width, f"the action space of {spec['id']}: {space}", remedy))
+    if not (np.isfinite(low).all() and np.isfinite(high).all() and (low < high).all()):
+        remedy = "give each action its bounds, policies are clipped to them"
+        raise SpecError(refusal("action_space", space, "finite bounds, low below high", remedy))
+    return low.astype(np.float32), high.astype(np.float32)
+
+
 def keyword_arguments(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
     """What a simulator's factory is called with: `fixed`, and the declared `options` beside it.
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from configs.errors import EnvironmentFault, SpecError, refusal
+from services.environments.adapter import action_bounds, one_line
 
 STATE = "proprioception"
 
@@ -32,7 +33,8 @@ class CheckedEnvironment:
         self._env = env
         self._cameras = {c["name"]: (c["height"], c["width"], 3) for c in spec["cameras"]}
         self._steps = 0
-        self.action_space = check_action_space(spec, getattr(env, "action_space", None))
+        self.action_space = getattr(env, "action_space", None)
+        self._low, self._high = action_bounds(spec, self.action_space)
 
     @property
     def unwrapped(self) -> Any:
@@ -45,10 +47,9 @@ class CheckedEnvironment:
         Raises:
             SpecError: naming the call, what it gave and what to change.
         """
-        space = self.action_space
         try:
             first, _ = self._reset(0)
-            self._step(np.clip(np.zeros(space.shape, np.float32), space.low, space.high))
+            self._step(np.clip(np.zeros_like(self._low), self._low, self._high))
             if not isinstance(first, Mapping):
                 self._picture()
             again, _ = self._reset(0)
@@ -56,9 +57,8 @@ class CheckedEnvironment:
             raise
         except Exception as error:
             # A boundary: a tenant's environment raises anything.
-            raise SpecError(
-                refusal("own", f"{type(error).__name__}: {_line(error)}", "reset(seed=0), a step, a reset", "mend it")
-            ) from error
+            given = f"{type(error).__name__}: {one_line(error)}"
+            raise SpecError(refusal("own", given, "reset(seed=0), a step, a reset", "mend it")) from error
         if not np.array_equal(_state(first), _state(again)):
             given = "two initial states for seed 0"
             raise SpecError(refusal("reset", given, "the same initial state for the same seed", "draw from the seed"))
@@ -145,23 +145,6 @@ class CheckedEnvironment:
         return check_picture(self._cameras[name], self._env.render(), "render").copy()
 
 
-def check_action_space(spec: Mapping[str, Any], space: Any) -> Any:
-    """`space` if it is a Box [A] with finite bounds, the lower ones below the upper ones.
-
-    Raises:
-        SpecError: otherwise.
-    """
-    width = spec["action_width"]
-    wanted = f"gymnasium.spaces.Box of shape ({width},), as action_width says"
-    low, high = getattr(space, "low", None), getattr(space, "high", None)
-    if low is None or high is None or np.shape(low) != (width,) or np.shape(high) != (width,):
-        raise SpecError(refusal("action_space", space, wanted, "give one, or correct action_width"))
-    if not (np.isfinite(low).all() and np.isfinite(high).all() and (np.asarray(low) < np.asarray(high)).all()):
-        remedy = "give each action its bounds, policies are clipped to them"
-        raise SpecError(refusal("action_space", space, "finite bounds, low below high", remedy))
-    return space
-
-
 def check_state(spec: Mapping[str, Any], state: Any, what: str) -> np.ndarray:
     """The state as float32 [S], a copy.
 
@@ -218,7 +201,3 @@ def _state(observation: Any) -> np.ndarray:
 
 def _kind(value: Any) -> str:
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple) else type(value).__name__
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

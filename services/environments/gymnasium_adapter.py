@@ -24,7 +24,7 @@ import numpy as np
 
 from configs.errors import EnvironmentFault, SpecError, refusal
 from services.environments import mujoco_renderer, observations, reach
-from services.environments.adapter import StepResult, keyword_arguments
+from services.environments.adapter import StepResult, action_bounds, keyword_arguments, one_line
 
 
 class GymnasiumAdapter:
@@ -42,14 +42,7 @@ class GymnasiumAdapter:
         self._envs.append(self._make())
         self._observations.append(None)
         self._told.append(spec["instruction"])
-        space = self._envs[0].action_space
-        width = spec["action_width"]
-        if not isinstance(space, gymnasium.spaces.Box) or space.shape != (width,):
-            boxed = isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1
-            remedy = "correct it" if boxed else "wrap the environment so that its actions are a Box [A]"
-            raise SpecError(refusal("action_width", width, f"the action space of {spec['id']}: {space}", remedy))
-        self.action_low = space.low.astype(np.float32)
-        self.action_high = space.high.astype(np.float32)
+        self.action_low, self.action_high = action_bounds(spec, self._envs[0].action_space)
         self.versions = {"gymnasium": gymnasium.__version__, "numpy": np.__version__}
 
     def _make(self) -> gymnasium.Env[Any, Any]:
@@ -62,13 +55,11 @@ class GymnasiumAdapter:
         try:
             env = gymnasium.make(self._spec["id"], **given)
         except TypeError as error:
-            line, possible = " ".join(str(error).split()), f"arguments that {self._spec['id']} takes"
+            line, possible = one_line(error), f"arguments that {self._spec['id']} takes"
             raise SpecError(refusal("options", self._spec["options"], possible, f"correct them ({line})")) from None
         except (gymnasium.error.Error, ModuleNotFoundError) as error:
-            line = " ".join(str(error).split())
-            raise SpecError(
-                refusal("id", self._spec["id"], "a registered gymnasium id", f"correct it ({line})")
-            ) from None
+            remedy = f"correct it ({one_line(error)})"
+            raise SpecError(refusal("id", self._spec["id"], "a registered gymnasium id", remedy)) from None
         if hasattr(env.unwrapped, "draws_each_step"):
             env.unwrapped.draws_each_step = False  # type: ignore[attr-defined]
         return env

@@ -19,7 +19,7 @@ import numpy as np
 
 from configs.errors import EnvironmentFault, SpecError, refusal
 from services.environments import renderer
-from services.environments.adapter import Adapter, StepResult, keyword_arguments
+from services.environments.adapter import Adapter, StepResult, action_bounds, keyword_arguments, one_line
 
 # Before sapien is imported, by anyone: Vulkan reads its driver list once.
 renderer.select()
@@ -66,18 +66,11 @@ class ManiSkillTask:
             self.env.close()
             self.env = self._make(num_envs, {self._sensors[name]: size for name, size in sizes.items()})
         self._dress()
-        space = self.env.single_action_space
-        if not isinstance(space, gymnasium.spaces.Box) or space.shape != (spec["action_width"],):
+        try:
+            self.low, self.high = action_bounds(spec, self.env.single_action_space)
+        except SpecError:
             self.env.close()
-            raise SpecError(
-                refusal(
-                    "action_width",
-                    spec["action_width"],
-                    f"{space} of {spec['id']} in control mode {spec['control_mode']}",
-                    "correct action_width or control_mode",
-                )
-            )
-        self.low, self.high = space.low.astype(np.float32), space.high.astype(np.float32)
+            raise
         width = self.proprioception().shape[1]
         if width != spec["state_width"]:
             self.env.close()
@@ -120,10 +113,8 @@ class ManiSkillTask:
             try:
                 return gymnasium.make(env_id, **given).unwrapped
             except TypeError as error:
-                line = " ".join(str(error).split())
-                raise SpecError(
-                    refusal("options", options, f"arguments of {env_id}", f"correct them ({line})")
-                ) from None
+                remedy = f"correct them ({one_line(error)})"
+                raise SpecError(refusal("options", options, f"arguments of {env_id}", remedy)) from None
             except EOFError:
                 # It asks on standard input whether to download what the task shows.
                 remedy = f"run `python -m mani_skill.utils.download_asset {env_id}`"

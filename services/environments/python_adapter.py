@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import SpecError, refusal
+from services.environments.adapter import one_line
 from services.environments.contract import CheckedEnvironment
 from services.environments.gymnasium_adapter import GymnasiumAdapter
 
@@ -32,7 +33,7 @@ class PythonAdapter(GymnasiumAdapter):
         except Exception as error:
             # A boundary: a tenant's factory raises anything.
             logger.exception("%s was called", entry_point)
-            given = f"{type(error).__name__}: {_line(error)}"
+            given = f"{type(error).__name__}: {one_line(error)}"
             raise SpecError(
                 refusal("id", f"{entry_point}()", "an environment", f"mend the factory ({given})")
             ) from None
@@ -55,7 +56,7 @@ def load_factory(entry_point: str, folder: Path) -> Any:
     except Exception as error:
         # A boundary: importing runs a tenant's code.
         logger.exception("%s was imported", module_name)
-        given = f"{type(error).__name__}: {_line(error)}"
+        given = f"{type(error).__name__}: {one_line(error)}"
         raise SpecError(refusal("id", entry_point, f"a module in {folder}", f"mend it ({given})")) from None
     file = getattr(module, "__file__", None)
     if file is None or not Path(file).resolve().is_relative_to(folder):
@@ -66,7 +67,3 @@ def load_factory(entry_point: str, folder: Path) -> Any:
         known = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
         raise SpecError(refusal("id", entry_point, known, f"name a function of {module_name}"))
     return factory
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

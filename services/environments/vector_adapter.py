@@ -24,7 +24,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from configs.errors import EnvironmentFault, SpecError, refusal
 from services.environments import observations, reach
-from services.environments.adapter import StepResult, keyword_arguments
+from services.environments.adapter import StepResult, action_bounds, keyword_arguments, one_line
 from services.environments.autoreset import Row, as_numpy, autoreset_mode, final_rows, reset_rows, succeeded
 
 logger = logging.getLogger(__name__)
@@ -66,13 +66,10 @@ class GymnasiumVectorAdapter:
 
     def _set_up(self, num_envs: int) -> None:
         space = self._env.single_action_space
-        width, env_id = self._spec["action_width"], self._spec["id"]
-        if not isinstance(space, gymnasium.spaces.Box) or space.shape != (width,):
-            raise SpecError(refusal("action_width", width, f"the action space of {env_id}: {space}", "correct it"))
-        self.action_low, self.action_high = space.low.astype(np.float32), space.high.astype(np.float32)
-        self._filler = np.clip(np.zeros(width, np.float32), self.action_low, self.action_high)
+        self.action_low, self.action_high = action_bounds(self._spec, space)
+        self._filler = np.clip(np.zeros_like(self.action_low), self.action_low, self.action_high)
         self._dtype = space.dtype
-        self._style = autoreset_mode(self._env, env_id)
+        self._style = autoreset_mode(self._env, self._spec["id"])
         self._told = [self._spec["instruction"]] * num_envs
         self._observation: Any = None
         self._final: dict[int, Row] = {}  # rows whose final observation is not in `_observation`
@@ -92,12 +89,12 @@ class GymnasiumVectorAdapter:
             env = gymnasium.make_vec(env_id, **arguments)
         except (gymnasium.error.Error, ModuleNotFoundError) as error:
             raise SpecError(
-                refusal("id", env_id, "a registered gymnasium id", f"correct it ({_line(error)})")
+                refusal("id", env_id, "a registered gymnasium id", f"correct it ({one_line(error)})")
             ) from None
         except TypeError as error:
             options = "".join(f" and {name}" for name in self._spec["options"])
             accepted = f"a factory of num_envs, max_episode_steps and render_mode{options}"
-            raise SpecError(refusal("id", env_id, accepted, f"let it accept them ({_line(error)})")) from None
+            raise SpecError(refusal("id", env_id, accepted, f"let it accept them ({one_line(error)})")) from None
         if not isinstance(env, VectorEnv) or env.num_envs != num_envs:
             given = f"{type(env).__name__} of {getattr(env, 'num_envs', 'no number of')} environments"
             wanted = f"a gymnasium.vector.VectorEnv of the {num_envs} that it was asked for"
@@ -126,7 +123,8 @@ class GymnasiumVectorAdapter:
         except Exception as error:
             # A boundary: a tenant's environment raises anything where it does not know a call's form.
             logger.exception("%s was tried", env_id)
-            raise SpecError(refusal("reset, step", f"{type(error).__name__}: {_line(error)}", wanted, remedy)) from None
+            given = f"{type(error).__name__}: {one_line(error)}"
+            raise SpecError(refusal("reset, step", given, wanted, remedy)) from None
         for name, value in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
             if value.shape != (self._num_envs,):
                 raise SpecError(refusal(f"step's {name}", value.shape, f"shape ({self._num_envs},)", f"mend {env_id}"))
@@ -251,7 +249,3 @@ class GymnasiumVectorAdapter:
 def _alike(a: np.ndarray, b: np.ndarray) -> bool:
     """Near enough for one state: simulators on a device place each row elsewhere in one world, and round."""
     return np.allclose(a, b, rtol=1e-3, atol=1e-3, equal_nan=True)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

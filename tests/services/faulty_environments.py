@@ -94,6 +94,14 @@ class Restless(Counter):
         return self._image
 
 
+class Boundless(Counter):
+    """Takes any action."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode)
+        self.action_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+
 class Slow(Counter):
     """A step takes 0.3 s."""
 
@@ -110,6 +118,7 @@ class Unmade(Counter):
 
 
 _ALL = {
+    "Boundless-v0": Boundless,
     "Counter-v0": Counter,
     "Faulty-v0": Faulty,
     "Goals-v0": Goals,

@@ -350,6 +350,11 @@ def test_light_visuals_change_the_picture_and_not_the_physics():
     ("spec", "message"),
     [
         (toy(action_width=3, action={"mean": [0, 0, 0], "std": [1, 1, 1]}), "action_width: got 3"),
+        (toy("Boundless-v0"), "action_space: got Box(-inf, inf, (1,), float32); possible: finite bounds, low below"),
+        (
+            toy("Boundless-v0", kind="gymnasium_vector"),
+            "action_space: got Box(-inf, inf, (1,), float32); possible: finite bounds, low below high",
+        ),
         (preset("reach", id="Nowhere-v0"), "id: got 'Nowhere-v0'; possible: a registered gymnasium id"),
         (
             preset("reach", kind="mujoco"),

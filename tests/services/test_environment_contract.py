@@ -61,8 +61,7 @@ FLOATS, FIRST = np.zeros((4, 6, 3), np.float32), np.zeros((3, 4, 6), np.uint8)
 BROKEN = {
     "no space": (
         {"action_space": None},
-        "action_space: got None; possible: gymnasium.spaces.Box of shape (1,), as action_width says; give one, or "
-        "correct action_width",
+        "None; wrap the environment so that its actions are a Box [A]",
     ),
     "unbounded": (
         {"action_space": _bounded(-np.inf, np.inf)},

@@ -351,7 +351,7 @@ def test_a_killed_workload_leaves_the_queue_too(
 def test_a_failing_tenant_leaves_the_others_and_the_flow_train_alone(
     platform: PlatformAddresses, home: Home, dataset: str
 ) -> None:
-    """Demonstrations whose loss is infinite: each job fails with the reason, its workload ends, a neighbour completes."""
+    """Demonstrations whose loss is infinite: each job fails with the reason, its workload ends, a neighbour goes on."""
 
     async def main() -> None:
         broken = home.datasets / "reach-broken"

@@ -10,6 +10,12 @@ from configs.environment import LARGEST_CAMERA
 from configs.spec import Name, Spec
 
 Scaling = Literal["mean_std", "quantiles", "min_max"]
+STATISTICS: dict[Scaling, tuple[str, str]] = {
+    "mean_std": ("mean", "std"),
+    "quantiles": ("q01", "q99"),
+    "min_max": ("min", "max"),
+}
+"""Fields of `StatisticsSpec` that each scaling asks for."""
 Dimension = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -66,6 +72,6 @@ class TransformsSpec(Spec):
         return self.delta_action if self.delta_state is None else self.delta_state
 
     @property
-    def statistics(self) -> tuple[str, ...]:
-        """Fields of `StatisticsSpec` that the scaling asks for."""
-        return {"mean_std": ("mean", "std"), "quantiles": ("q01", "q99"), "min_max": ("min", "max")}[self.scaling]
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """{camera: (height, width)} of those that are resized."""
+        return {name: (size.height, size.width) for name, size in self.cameras.items()}

@@ -12,7 +12,7 @@ import numpy as np
 
 from configs.environment import StatisticsSpec
 from configs.errors import TenantFault, refusal
-from configs.transforms import Scaling
+from configs.transforms import STATISTICS, Scaling
 
 # In the dimension's own unit (metres, radians, …), or of its mean where that is above 1.
 CONSTANT_BELOW = 1e-4
@@ -64,7 +64,7 @@ class Normaliser:
         """
         if scaling == "mean_std":
             return cls(statistics.mean, statistics.std, exempt)
-        names = ("q01", "q99") if scaling == "quantiles" else ("min", "max")
+        names = STATISTICS[scaling]
         low, high = (getattr(statistics, name) for name in names)
         if low is None or high is None:
             raise TenantFault(

@@ -75,11 +75,12 @@ def _of_block(
             upper[d] += share * np.bincount(keys[:, d], minlength=_HALF)
     constant = low == high
     deviation = np.sqrt(np.maximum(second - first**2, 0.0))
+    q01, q99 = _quantiles(sources, shares, block, upper, (0.01, 0.99))
     return {
         "mean": np.where(constant, low, middle + first),
         "std": np.where(constant, 0.0, deviation),
-        "q01": _quantile(sources, shares, block, upper, 0.01),
-        "q99": _quantile(sources, shares, block, upper, 0.99),
+        "q01": q01,
+        "q99": q99,
     }
 
 
@@ -118,21 +119,27 @@ def _number(key: NDArray[np.uint32]) -> NDArray[np.float32]:
     return (key ^ np.where(key >> 31, np.uint32(0x80000000), np.uint32(0xFFFFFFFF))).view(np.float32)
 
 
-def _quantile(
-    sources: Sequence[Vectors], shares: Sequence[float], block: slice, upper: NDArray[np.float64], q: float
-) -> NDArray[np.float64]:
-    """[W], given what lies in each upper half [W, 2^16]."""
-    width, wanted = len(upper), q - _SLACK
-    before = np.cumsum(upper, axis=1)
-    chosen = np.array([np.searchsorted(before[d], wanted) for d in range(width)])
-    below = before[np.arange(width), chosen] - upper[np.arange(width), chosen]
-    lower = np.zeros((width, _HALF))
+def _quantiles(
+    sources: Sequence[Vectors],
+    shares: Sequence[float],
+    block: slice,
+    upper: NDArray[np.float64],
+    wanted: Sequence[float],
+) -> list[NDArray[np.float64]]:
+    """[W] for each of the shares `wanted`, given what lies in each upper half [W, 2^16]."""
+    width, before = len(upper), np.cumsum(upper, axis=1)
+    places = [(q, d) for q in wanted for d in range(width)]
+    chosen = {(q, d): int(np.searchsorted(before[d], q - _SLACK)) for q, d in places}
+    lower = {place: np.zeros(_HALF) for place in places}
     for share, piece in _pieces(sources, shares, block):
         keys = _ordered(piece)
-        for d in range(width):
-            inside = keys[keys[:, d] >> 16 == chosen[d], d] & (_HALF - 1)
-            lower[d] += share * np.bincount(inside, minlength=_HALF)
-    within = np.cumsum(lower, axis=1) + below[:, None]
-    found = np.array([np.searchsorted(within[d], wanted) for d in range(width)])
-    found = np.minimum(found, [np.flatnonzero(lower[d])[-1] for d in range(width)])
-    return _number(((chosen << 16) + found).astype(np.uint32)).astype(np.float64)
+        for (q, d), half in chosen.items():
+            inside = keys[keys[:, d] >> 16 == half, d] & (_HALF - 1)
+            lower[q, d] += share * np.bincount(inside, minlength=_HALF)
+    found = np.zeros((len(wanted), width), np.uint32)
+    for place, (q, d) in enumerate(places):
+        half = chosen[q, d]
+        within = before[d, half] - upper[d, half] + np.cumsum(lower[q, d])
+        last = int(np.flatnonzero(lower[q, d])[-1])
+        found.flat[place] = (half << 16) + min(int(np.searchsorted(within, q - _SLACK)), last)
+    return list(_number(found).astype(np.float64))

@@ -108,9 +108,8 @@ def open_dataset(
                 "collect it first (flow `collect`) or name its folder",
             )
         )
-    declared = {} if transforms is None else transforms.cameras
     try:
-        found = LeRobotDataset(path, columns, sizes={n: (size.height, size.width) for n, size in declared.items()})
+        found = LeRobotDataset(path, columns, sizes=None if transforms is None else transforms.sizes)
     except DataFault as error:
         raise SpecError(f"data.dataset: {error}") from None
     _refuse_large(found)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from configs.environment import CameraSpec, EnvironmentSpec
-from configs.transforms import TransformsSpec
+from configs.transforms import STATISTICS, TransformsSpec
 from configs.workload import WorkloadSpec
-
-Fault = tuple[str, object, str, str]
-"""Field, what was given, what is possible, what to do."""
+from services.admission_of_rl import Fault
 
 
 def sized(cameras: Sequence[CameraSpec], transforms: TransformsSpec) -> tuple[CameraSpec, ...]:
@@ -56,7 +54,7 @@ def faults_of_statistics(workload: WorkloadSpec, environment: EnvironmentSpec) -
         return
     transforms, source = workload.transforms, f"environment {environment.name!r}"
     for role, statistics in (("state", environment.state), ("action", environment.action)):
-        if lacking := [name for name in transforms.statistics if getattr(statistics, name) is None]:
+        if lacking := [name for name in STATISTICS[transforms.scaling] if getattr(statistics, name) is None]:
             wanted = f"one for which {source} has statistics"
             remedy = f"add {role}.{' and '.join(lacking)} to its preset, or choose mean_std"
             yield "transforms.scaling", transforms.scaling, wanted, remedy

@@ -20,7 +20,7 @@ import numpy as np
 from configs.environment import EnvironmentSpec
 from configs.errors import JoyNexusError, refusal
 from configs.home import Home
-from services.environment_launch import prepared
+from services.environment_launch import Launch, prepared
 from services.environment_pool import PLAIN, HostPool
 from services.environment_protocol import HostClient, longest_s
 from services.environment_remote import RemoteHosts
@@ -47,22 +47,14 @@ async def check(spec: EnvironmentSpec, seed: int = 0, home: Home | None = None) 
         seed: of the episodes.
         home: of folders with tenants' own environments.
     """
-    pool: Any
-    configuration = {"num_envs": 1, "images": True, "session_token": secrets.token_hex(16)}
-    if spec.remote is not None:
-        what, launch = f"server {spec.remote.address}", PLAIN
-        configuration |= {"spec": spec.model_dump(mode="json"), "tenant_id": "check"}
-        pool = RemoteHosts(start_timeout_s=START_TIMEOUT_S)
-    else:
-        what = "simulator"
-        try:
-            plain, launch = await asyncio.to_thread(prepared, spec, home)
-        except JoyNexusError as error:
-            yield Finding("interpreter", str(error))
-            return
+    try:
+        pool, launch, configuration = await one_host(spec, home, "check", images=True)
+    except JoyNexusError as error:
+        yield Finding("interpreter", str(error))
+        return
+    what = "simulator" if spec.remote is None else f"server {spec.remote.address}"
+    if spec.remote is None:
         yield Finding(f"interpreter: {launch.interpreter}")
-        configuration |= {"spec": plain}
-        pool = HostPool(1, max_idle=0, sessions_per_host=1, start_timeout_s=START_TIMEOUT_S)
     try:
         began = time.monotonic()
         hosts, replies = await pool.acquire("check", [configuration], wait_s=0, launch=launch)
@@ -78,6 +70,24 @@ async def check(spec: EnvironmentSpec, seed: int = 0, home: Home | None = None) 
         yield Finding(what, str(error))
     finally:
         await pool.close()
+
+
+async def one_host(
+    spec: EnvironmentSpec, home: Home | None, tenant_id: str, *, images: bool
+) -> tuple[Any, Launch, dict[str, Any]]:
+    """A pool for a single host of one environment without a platform, here or at the server that `spec` names; how
+    the host is started, and what it is configured with.
+
+    Raises:
+        JoyNexusError: it cannot be started here.
+    """
+    configuration = {"num_envs": 1, "images": images, "session_token": secrets.token_hex(16)}
+    if spec.remote is not None:
+        pool: Any = RemoteHosts(start_timeout_s=START_TIMEOUT_S)
+        return pool, PLAIN, {**configuration, "spec": spec.model_dump(mode="json"), "tenant_id": tenant_id}
+    plain, launch = await asyncio.to_thread(prepared, spec, home)
+    pool = HostPool(1, max_idle=0, sessions_per_host=1, start_timeout_s=START_TIMEOUT_S)
+    return pool, launch, {**configuration, "spec": plain}
 
 
 class _Looked:

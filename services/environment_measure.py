@@ -9,8 +9,6 @@ Legend: T steps, S state width, A action width.
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 from typing import Any
 
 import numpy as np
@@ -20,11 +18,8 @@ from configs.environment import EnvironmentSpec, StatisticsSpec
 from configs.errors import SpecError, UnknownObject
 from configs.home import Home
 from kernels.vector_statistics import Vectors, statistics_of
-from services.environment_check import START_TIMEOUT_S
-from services.environment_launch import prepared
-from services.environment_pool import PLAIN, HostPool
+from services.environment_check import one_host
 from services.environment_protocol import HostClient, longest_s
-from services.environment_remote import RemoteHosts
 
 FIRST_SEED = seeds.PRETRAINING.stop - 1_000_000
 """Of pretraining's last million, which nobody else takes."""
@@ -46,15 +41,7 @@ async def measure(
     Raises:
         JoyNexusError: the environment cannot be started or failed.
     """
-    pool: Any
-    configuration = {"num_envs": 1, "images": False, "session_token": secrets.token_hex(16)}
-    if spec.remote is not None:
-        launch, pool = PLAIN, RemoteHosts(start_timeout_s=START_TIMEOUT_S)
-        configuration |= {"spec": spec.model_dump(mode="json"), "tenant_id": "measure"}
-    else:
-        plain, launch = await asyncio.to_thread(prepared, spec, home)
-        pool = HostPool(1, max_idle=0, sessions_per_host=1, start_timeout_s=START_TIMEOUT_S)
-        configuration |= {"spec": plain}
+    pool, launch, configuration = await one_host(spec, home, "measure", images=False)
     try:
         hosts, replies = await pool.acquire("measure", [configuration], wait_s=0, launch=launch)
         measured = _Measured(hosts[0].control, spec, replies[0])

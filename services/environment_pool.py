@@ -251,17 +251,14 @@ class HostPool:
         try:
             host = self._start(key, launch)
             await self._configure(host, configuration)
-        except (JoyNexusError, OSError) as error:
+        except BaseException as error:
+            if host is not None:
+                self._kill(host)
+            self._return(1)
+            if not isinstance(error, (JoyNexusError, OSError)):
+                raise
             logger.warning("a replacement host did not start: %s", error)
-            if host is not None:
-                self._kill(host)
-            self._return(1)
             return
-        except BaseException:
-            if host is not None:
-                self._kill(host)
-            self._return(1)
-            raise
         await self.release(host, healthy=True)
 
     async def _turn(self, count: int, wait_s: float) -> None:

@@ -95,8 +95,8 @@ class Interface:
     def _pictures(self, images: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """In the declared sizes. What is no batch of pictures is left to the base to refuse."""
         found = {name: np.asarray(picture) for name, picture in images.items()}
-        for name, size in self.config.transforms.cameras.items():
+        for name, size in self.config.transforms.sizes.items():
             picture = found.get(name)
             if picture is not None and picture.dtype == np.uint8 and picture.ndim == 4 and picture.shape[-1] == 3:
-                found[name] = resized(picture, (size.height, size.width))
+                found[name] = resized(picture, size)
         return found

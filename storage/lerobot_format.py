@@ -238,12 +238,6 @@ def path_from(template: object, root: Path, **numbers: Any) -> str:
     return str(path)
 
 
-def unreadable_version(root: Path, version: object, versions: Sequence[str]) -> DataFault:
-    """The error of a dataset of another version."""
-    where = f"codebase_version of dataset {root.name}"
-    return DataFault(refusal(where, version, ", ".join(versions), "convert it with LeRobot's converter"))
-
-
 def torn(root: Path, what: str) -> DataFault:
     """The error of a dataset that cannot be read as it is."""
     return DataFault(f"dataset {root.name}: {what}; collect or copy it anew")

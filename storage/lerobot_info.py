@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from configs.errors import DataFault, refusal
 from storage import lerobot_format as layout
 
 _PLACEHOLDERS = ("episode_chunk", "episode_index", "chunk_index", "file_index", "video_key")
@@ -72,7 +73,8 @@ def read_info(root: Path, versions: tuple[str, ...]) -> dict[str, Any]:
     info = layout.json_of(root / layout.INFO, root)
     version = info.get("codebase_version") if isinstance(info, dict) else None
     if version not in versions:
-        raise layout.unreadable_version(root, version, versions)
+        where = f"codebase_version of dataset {root.name}"
+        raise DataFault(refusal(where, version, ", ".join(versions), "convert it with LeRobot's converter"))
     try:
         _Info.model_validate(info)
     except ValidationError as error:

@@ -274,10 +274,9 @@ def demonstrations(backend: BackendConfig) -> DemonstrationStream:
     """
     algorithm, transforms = backend.algorithm, backend.policy.transforms
     assert isinstance(algorithm, OfflineSpec)
-    sizes = {name: (size.height, size.width) for name, size in transforms.cameras.items()}
     cache_bytes = KEPT_PICTURE_BYTES // len(backend.datasets)
     opened = [
-        Source(LeRobotDataset(Path(d.path), d.columns, sizes=sizes, cache_bytes=cache_bytes), d.weight)
+        Source(LeRobotDataset(Path(d.path), d.columns, sizes=transforms.sizes, cache_bytes=cache_bytes), d.weight)
         for d in backend.datasets
     ]
     return DemonstrationStream(
